@@ -17,8 +17,8 @@ from typing import Any
 
 from page_text import RESULTS
 
-from torchace.lab.report import Results, read_results
-from torchace.lab.report.page import arm_notes, table_markdown
+from torchace.lab.report import Results, read_results, summary_sentences
+from torchace.lab.report.page import table_markdown
 from torchace.lab.report.tables import difference_tables, result_table
 
 DROPPED = ("history", "sha256", "checksum")  # of a run
@@ -104,7 +104,7 @@ def describe(name: str, command: str, content: dict[str, Any], level: str) -> li
     """Return headlines, tables and setup of one file as Markdown."""
     with tempfile.TemporaryDirectory() as folder:
         results = restore(content, Path(folder))
-        parts = ["\n".join(f"- {sentence}" for sentence, _ in arm_notes(results) if sentence)]
+        parts = ["\n".join(f"- {sentence}" for sentence in summary_sentences(results))]
         compared = difference_tables(results)[0]
         parts += [table_markdown(result_table(results)), f"{level} {compared.caption}", table_markdown(compared)]
     about = content["experiment"]

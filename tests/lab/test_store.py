@@ -174,15 +174,6 @@ def test_runs_that_cannot_be(change: dict[str, object], tmp_path: Path) -> None:
         RunStore(tmp_path).groups()
 
 
-@pytest.mark.parametrize("second", [("main-0", "main"), ("other-0", "main")])
-def test_jobs_that_share_a_name_or_mix_arms(second: tuple[str, str], tmp_path: Path) -> None:
-    runs = [{"arm": arm, "diversity": 0.5, "seed": 3} for arm in ("main", second[0].split("-")[0])]
-    jobs = [{"id": "main-0", "runs": runs}, {"id": second[0], "runs": runs[:1]}]
-    (tmp_path / "jobs.json").write_text(json.dumps({"format": 1, "jobs": jobs}))
-    with pytest.raises(RunStoreError, match=r"jobs.json is damaged"):
-        RunStore(tmp_path).groups()
-
-
 @pytest.mark.parametrize(
     "place",
     ["lock", "jobs.json", "runs", "checkpoints/main-0", "report", "runs/main-l0.5-s3.json"],

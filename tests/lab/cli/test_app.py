@@ -364,7 +364,7 @@ SETTINGS = {
     "arms=[{name='a'}, {name='a'}]": "expected distinct names of arms, but got 'a' twice",
     "arms=[{name='a', diversities=[0, 0]}]": "arms.0.diversities: expected every value once",
     # words that are none
-    "data.name=mnits": "data.name: expected 'digits', 'mnist', 'fashion_mnist' or 'cifar10', but got 'mnits'",
+    "data.name=mnits": "expected data.name to be 'digits', 'mnist', 'fashion_mnist' or 'cifar10', but got 'mnits'",
     "model.kind=Smoc": "expected model.kind to be 'separate', 'smoc', 'branch' or 'adapters', but got 'Smoc'",
     "name='My run'": "expected name to be lowercase letters, digits and underscores, but got 'My run'",
     f"name='{'a' * 41}'": "expected name to be at most 40 characters",

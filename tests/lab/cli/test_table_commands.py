@@ -424,7 +424,7 @@ def test_a_fit_with_a_search_and_a_report(here: Path, invoke: Invoke) -> None:
         "Confusion matrix",
         "Importance of the columns",
         "none at all",
-        "Predicted from",
+        "target: classes",
         "Row of the file",
     ):
         assert words in html.unescape(page).replace("\u00a0", " "), words

@@ -169,11 +169,7 @@ def regression(spec: FitSpec, diversity: float, seed: int, rows: int) -> tuple[d
         "ambiguity": np.mean((members - ensemble) ** 2),
         "members": np.mean(alone**2, axis=1).tolist(),
     }
-    # of one row alone there is no correlation
-    correlation = (
-        np.corrcoef(alone).reshape(spec.num_members, -1) if rows > 1 else np.full((spec.num_members,) * 2, np.nan)
-    )
-    arrays = {"predicted": ensemble, "observed": observed, "spread": spread, "residual_correlation": correlation}
+    arrays = {"predicted": ensemble, "observed": observed, "spread": spread}
     return metrics, arrays
 
 
@@ -217,7 +213,6 @@ def classification(
         "reliability_count": np.bincount(bins, minlength=15).astype(float),
         "reliability_confidence": np.bincount(bins, confidence, minlength=15),
         "reliability_correct": np.bincount(bins, right, minlength=15),
-        "disagreement_matrix": differ,
         "disputed_index": disputed,
         "disputed_row": 3 * disputed + 1,
         "disputed_target": target[disputed],

@@ -174,15 +174,12 @@ def _arrays(spec: Spec, arm: ArmSpec, diversity: float, seed: int) -> dict[str, 
     count = np.round(10000 * np.exp(5 * confidence) / np.exp(5 * confidence).sum())
     count[:2] = 0
     correct = count * np.clip(confidence + 0.05 * np.sin(6 * confidence) * (1 - diversity), 0, 1)
-    difference = arm.disagreement(diversity) * (1 + 0.15 * rng.normal(size=(K, K)))
-    matrix = np.abs((difference + difference.T) / 2) * (1 - np.eye(K))
     votes = rng.integers(0, C, (M, K))
     votes = np.where(rng.random((M, K)) < 0.7, votes[:, :1], votes)
     arrays = {
         "reliability_count": count,
         "reliability_confidence": count * confidence,
         "reliability_correct": correct,
-        "disagreement_matrix": matrix,
         "disputed_index": rng.integers(0, 10000, M),
         "disputed_target": rng.integers(0, C, M),
         "disputed_votes": votes,

@@ -1,8 +1,7 @@
-"""The report compares along each axis of a sweep."""
+"""Reports of sweeps with further axes."""
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from tests.lab.sweeps.small_sweeps import run
 from torchace.lab.report import read_results
-from torchace.lab.report.gains import axis_findings, axis_tables, compare_axes
 from torchace.lab.report.page import figures, markdown
 from torchace.lab.report.tables import main_arms
 from torchace.lab.sweeps.result import SweepResult
@@ -46,31 +44,6 @@ def test_frames_have_the_settings(directory: Path) -> None:
     assert best.cross_entropy == pytest.approx(table.loc[key].cross_entropy)
 
 
-def test_differences_are_paired_by_seed_diversity_and_other_settings(directory: Path) -> None:
-    frame, results = SweepResult(directory).to_frame(), read_results(directory)
-    rates, decays = compare_axes(results, "cross_entropy")
-    assert (rates.axis, rates.reference, decays.axis) == ("learning_rate", 0.003, "weight_decay")
-    wide = frame.pivot(index="seed", columns=["learning_rate", "weight_decay", "diversity"], values="cross_entropy")
-    for rate in (0.03, 0.1):
-        by_seed = (wide[rate] - wide[0.003]).mean(axis=1)
-        found = rates.at(rate)
-        assert found is not None
-        assert found.mean == pytest.approx(by_seed.mean())
-        assert found.tests == 2
-        assert found.estimate is not None
-        assert found.estimate.error == pytest.approx(by_seed.std() / math.sqrt(4))
-        assert found.significant
-    text = axis_findings(results)[0].text
-    assert text.startswith("0.1 lowers cross entropy by ")
-    assert text.endswith(" compared with 0.003, averaged over λ.")
-    (table,) = axis_tables(results)
-    assert [section.title for section in table.sections] == [
-        "Learning rate against 0.003",
-        "Weight decay against 0",
-    ]
-    assert [row[0].text for row in table.sections[0].rows] == ["0.03", "0.1"]
-
-
 def test_the_page_shows_every_variant(directory: Path) -> None:
     results = read_results(directory, arrays=False)
     assert not results.damaged
@@ -78,7 +51,6 @@ def test_the_page_shows_every_variant(directory: Path) -> None:
     text = markdown(results)
     assert "learning rate 0.03, weight decay 0.01" in text
     assert "shared batches, learning" not in text
-    assert "Other settings: each value against the first" in text
 
 
 def test_findings_name_their_settings(directory: Path) -> None:
@@ -86,9 +58,8 @@ def test_findings_name_their_settings(directory: Path) -> None:
     assert repr(result) == "Sweep of 2 λ, 3 learning rates, 2 weight decays and 4 seeds, 48 runs"
     lines = str(result).split("\n      ")[0].splitlines()[1:]
     assert all(re.match(r"(Learning rate|Weight decay)", line) for line in lines)
-    settings = [line.split(": ")[0] for line in lines[:-2]]
+    settings = [line.split(": ")[0] for line in lines]
     assert len("; ".join(settings).split("; ")) == 6  # every setting once
-    assert lines[-2].startswith("Learning rate: 0.1 lowers cross entropy by ")
 
 
 def test_figures_of_single_arms_show_the_best_setting(directory: Path) -> None:
@@ -99,11 +70,3 @@ def test_figures_of_single_arms_show_the_best_setting(directory: Path) -> None:
     assert re.fullmatch(r"Reliability: learning rate 0\.1, weight decay (0|0\.01)", reliability)
     legend = SweepResult(directory).plot().subfigs[0].legends[0]
     assert [text.get_text() for text in legend.get_texts()] == [arm.label for arm in results.arms]
-
-
-def test_sweeps_without_axes_have_no_such_table(tmp_path: Path) -> None:
-    run(tmp_path)
-    assert axis_tables(read_results(tmp_path)) == []
-    assert axis_findings(read_results(tmp_path)) == []
-    with pytest.raises(ValueError, match=r"Expected no settings to identify the run"):
-        SweepResult(tmp_path).ensemble(0.0, 0, learning_rate=0.1)

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lab.report.figure_lines import draw, holds
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
+from torchace.lab.report import read_results
 from torchace.lab.report.model_findings import (
     comparison_figures,
-    comparison_findings,
     comparison_headline,
-    comparison_tables,
+    detail_tables,
+    model_findings,
+    model_table,
 )
 from torchace.lab.schema.values import ModelComparison
 
@@ -67,35 +71,41 @@ def test_the_differences_to_baselines_are_drawn() -> None:
     figure = draw(spec)
     assert holds(figure, [-0.15, -0.05], [0, 0])
     assert holds(figure, -0.1, 0)
-    assert spec.alt.endswith("logistic regression: −0.1 (−0.15 to −0.05).")
 
 
-def test_an_accuracy_that_the_most_frequent_class_has_too() -> None:
-    constant, missed = comparison_findings(_comparison(0.1, 0.05, 0.15, classes=CLASSES))
-    assert constant.text == "Always predicting “no” is correct for 96.0 % of the rows, the ensemble for 96.0 %."
-    assert constant.warning
+def test_an_accuracy_that_the_most_frequent_class_has_too(tmp_path: Path) -> None:
+    comparison = _comparison(0.1, 0.05, 0.15, classes=CLASSES).model_dump(mode="json")
+    spec = FitSpec(task="classification", arrays=False, overrides={"comparison": comparison})
+    results = read_results(write_fit(tmp_path / "fit", spec))
+    constant, missed = model_findings(results, results.arms[0])
+    assert constant.text == (
+        "Always predicting the most frequent class is correct for 96.0 % of the rows, the ensemble for 96.0 %."
+    )
     assert missed.text.startswith("No row of yes is classified correctly.")
 
 
 def test_tables() -> None:
     importances = [{"name": "age", "mean": 0.5, "std": 0.1}]
-    found = comparison_tables(
-        _comparison(0.1, 0.05, 0.15, classes=CLASSES, confusion=[[240, 0], [10, 0]], importances=importances)
-    )
+    targets = [{"name": "y", "scores": {"r2": 0.9}, "residuals": {"0.25": -1.0, "0.75": 1.5}}]
+    tables = {"confusion": [[240, 0], [10, 0]], "importances": importances, "targets": targets}
+    comparison = _comparison(0.1, 0.05, 0.15, classes=CLASSES, **tables)
+    found = [model_table(comparison), *detail_tables(comparison)]
     assert [table.caption for table in found] == [
         "The ensemble and its baselines on 250 test rows",
         "Classes",
         "Confusion matrix",
+        "Residuals of the ensemble",
         "Importance of the columns",
     ]
-    models, classes, confusion, columns = (
+    models, classes, confusion, residuals, columns = (
         [[cell.text for cell in row] for row in table.sections[0].rows] for table in found
     )
-    assert models[1] == ["Logistic regression", "96.0 %", "0.3000", "−0.1", "−0.15 to −0.05"]
-    assert models[2][1:] == ["–"] * 4
+    assert models[1] == ["Logistic regression", "96.0 %", "0.3000", "−0.1", "−0.15 to −0.05", "–"]
+    assert models[2][1:] == ["–"] * 5
     assert "Not trained: gradient boosting (too few rows)." in found[0].note
     assert classes[1] == ["yes", "40", "10", "0.0 %", "–"]
     assert confusion == [["no", "240", "0"], ["yes", "10", "0"]]
+    assert residuals == [["y", "0.900", "–", "–", "−1 to 1.5", "–"]]
     assert columns == [["age", "0.5 ± 0.1"]]
 
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchace.lab.report.formats import count, duration, join, number, p_value, quantity, shorten, timestamp
-from torchace.lab.report.metrics import REGRESSION, choose_units
+from torchace.lab.report.formats import count, duration, join, number, quantity, shorten
 
 SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 
@@ -18,17 +17,6 @@ def _read(text: str) -> float:
     assert found, text
     exponent = int(found[3].translate(SUPERSCRIPT)) if found[3] else 0
     return float(f"{'-' if found[1] else ''}{found[2].replace(',', '')}e{exponent}")
-
-
-sizes = st.floats(-80, 80).map(lambda power: 10.0**power)
-
-
-@given(sizes)
-def test_an_error_of_any_size_is_written_to_four_digits(size: float) -> None:
-    metrics = choose_units(REGRESSION.metrics, {"rmse": [size], "mse": [size * size] if size < 1e40 else [1.0]})
-    text = metrics["rmse"].value(size)
-    assert _read(text) == pytest.approx(size, rel=0.6e-3)  # half of the fourth digit, at worst of 1.000
-    assert len(text) <= 14
 
 
 @given(st.floats(-1e90, 1e90))
@@ -55,10 +43,8 @@ def test_numbers() -> None:
 
 def test_texts() -> None:
     assert [shorten(text, 9) for text in ("length", "a" * 30 + "z" * 30, " ")] == ["length", "aaaaaa…zz", "(blank)"]
-    assert [timestamp(text) for text in ("2026-01-31T12:00:07+00:00", "now")] == ["2026-01-31 12:00 UTC", "now"]
-    seconds = (42.4, 90, 60, 7260, 7200, 0.345, None)
-    expected = ["42 s", "1 min 30 s", "1 min", "2 h 1 min", "2 h", "0.34 s", "–"]
-    assert [duration(value) for value in seconds] == expected
+    seconds = (42.4, 90, 150, 7260, 0.345, None)
+    assert [duration(value) for value in seconds] == ["42.4 s", "90 s", "2.5 min", "2.02 h", "0.345 s", "–"]
     assert [count(1, "seed"), count(60000, "image"), count(2, "entry", "entries")] == [
         "1 seed", "60,000 images", "2 entries",
     ]  # fmt: skip
@@ -67,4 +53,3 @@ def test_texts() -> None:
         "0.1 and 0.3",
         "0.1, 0.3 and 0.5",
     ]
-    assert [p_value(p) for p in (0.00002, 0.0412, None)] == ["<0.001", "0.041", "–"]

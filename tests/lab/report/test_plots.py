@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from scipy import stats
 
 from tests.lab.report.figure_lines import draw, holds
-from tests.lab.report.synthetic_fits import FitSpec, validation_loss, write_fit
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace._figures import FigureSpec
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.plots import lambda_figures, lambda_positions
@@ -24,16 +22,15 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 def test_figures_of_a_sweep(sweep: Results) -> None:
     specs = _by_name(sweep)
-    names = {"rmse", "mae", "difference_mse", "difference_mae", "spread", "ambiguity", "averaged", "members_0"}
-    assert set(specs) == names
-    assert specs["rmse"].title == "Ensemble root mean squared error against λ"
-    for key in ("rmse", "spread", "averaged"):
+    assert set(specs) == {"mse", "mae", "difference_mse", "spread"}
+    assert specs["mse"].title == "Ensemble mean squared error against λ"
+    for key in ("mse", "spread"):
         figure, scale = draw(specs[key]), sweep.metrics[key].scale
         values = [np.array(list(sweep.values(sweep.arms[0], d, key).values())) * scale for d in (0.0, 0.3, 0.9)]
         assert holds(figure, [0, 0.3, 0.9], [value.mean() for value in values])
         ends = stats.t.interval(0.95, 4, loc=values[2].mean(), scale=stats.sem(values[2]))
         assert holds(figure, [0.9, 0.9], ends)
-        assert (figure.axes[0].get_ylim()[0] == 0) == (key != "rmse")
+        assert (figure.axes[0].get_ylim()[0] == 0) == (key != "mse")
 
 
 def test_paired_differences(sweep: Results) -> None:
@@ -42,51 +39,6 @@ def test_paired_differences(sweep: Results) -> None:
     values = {d: sweep.values(sweep.arms[0], d, "mse") for d in (0.0, 0.9)}
     difference = np.mean([values[0.9][seed] - values[0.0][seed] for seed in values[0.0]])
     assert holds(draw(spec), 0.9, 100 * difference / np.mean(list(values[0.0].values())))  # in percent of the loss
-
-
-def test_members_of_regressors_are_drawn_by_the_root_of_their_error(sweep: Results) -> None:
-    spec = _by_name(sweep)["members_0"]
-    runs = sweep.finished(sweep.arms[0], 0.3)
-    ensemble = np.mean([np.sqrt(sweep.scores(run)["mse"]) for run in runs])
-    members = np.mean([np.sqrt(sweep.scores(run)["member_mse"]) for run in runs])
-    assert f"at λ=0.3 {ensemble:.2f} against {members:.2f}" in spec.alt
-    dots = np.sqrt([value for run in runs for value in run.members])
-    assert any(np.array_equal(line.get_ydata(), dots) for line in draw(spec).axes[0].lines)
-
-
-def test_the_papers_numbers_are_drawn(table1_results: Results) -> None:
-    figure = draw(_by_name(table1_results)["cross_entropy"])
-    # the six λ are evenly spaced
-    assert holds(figure, range(6), [0.0669, 0.0663, 0.0664, 0.0658, 0.0649, 0.0659])
-
-
-def test_a_search_shows_every_seed_the_mean_and_the_choice(regression_results: Results) -> None:
-    specs = _by_name(regression_results)
-    assert set(specs) == {"search", "search_difference"}  # a model alone has nothing else on its λ axis
-    assert regression_results.experiment.search is not None
-    diversities = list(regression_results.experiment.search.scores)
-    scores = {d: [validation_loss(FitSpec(), d, seed) for seed in (0, 1, 2)] for d in diversities}
-    figure = draw(specs["search"])
-    for seed in (0, 1, 2):
-        assert holds(figure, diversities, [values[seed] for values in scores.values()])
-    means = {d: np.mean(values) for d, values in scores.items()}
-    assert holds(figure, diversities, list(means.values()))
-    assert holds(figure, 0.3, means[0.3])  # the ring
-    assert holds(figure, [0, 1], [means[0.0]] * 2)  # the level of λ=0, from edge to edge
-    assert "Chosen: λ=0.3." in specs["search"].alt
-    paired = draw(specs["search_difference"])
-    difference = np.subtract(scores[0.7], scores[0.0])
-    assert holds(paired, [0.7] * 3, difference)
-    assert holds(paired, 0.7, difference.mean())
-    assert holds(paired, [0.7] * 2, stats.t.interval(0.95, 2, loc=difference.mean(), scale=stats.sem(difference)))
-
-
-@pytest.mark.parametrize("search", [{"chosen": 0.35}, {"candidates": [{"diversity": 0.2, "scores": {"0": 5.0}}]}, None])
-def test_searches_without_the_choice_without_zero_or_none(tmp_path: Path, search: dict[str, object] | None) -> None:
-    results = read_results(write_fit(tmp_path / "fit", FitSpec(arrays=False, search=search)))
-    for spec in lambda_figures(results):
-        draw(spec)
-    assert bool(_by_name(results)) == (search is not None)
 
 
 def test_lambda_values_too_close_are_evenly_spaced() -> None:

@@ -33,12 +33,12 @@ def test_arms_runs_and_paper_are_read(table1_results: Results, table2_results: R
     results = table1_results
     shared, exchanged, separate = results.arms
     assert [arm.name for arm in results.arms] == ["shared", "exchanged", "separate"]
-    assert (len(results.runs), results.planned, results.damaged) == (65, 65, ())
+    assert (len(results.runs), results.damaged) == (65, {})
     assert results.diversities(shared) == (0, 0.05, 0.1, 0.3, 0.5, 0.7)
     assert [run.seed for run in results.finished(shared, 0.3)] == [0, 1, 2, 3, 4]
     run = results.finished(shared, 0.3)[0]
     assert results.values(shared, 0.3, "error")[0] == pytest.approx(1 - results.scores(run)["accuracy"])
-    assert results.arrays(run)["disagreement_matrix"].shape == (5, 5)
+    assert results.arrays(run)["disputed_votes"].shape == (16, 5)
     assert (results.model, results.model_run) == (None, None)
     assert results.experiment.paper is not None
     zero, first = results.experiment.paper.rows[:2]
@@ -54,7 +54,7 @@ def test_a_fit_has_one_arm_its_model(regression_results: Results) -> None:
     [arm] = regression_results.arms
     assert regression_results.model == arm
     assert regression_results.model_run == regression_results.runs[0]
-    assert (regression_results.planned, len(regression_results.runs)) == (1, 1)
+    assert len(regression_results.runs) == 1
 
 
 def test_a_damaged_experiment_is_one_sentence(directory: Path, tmp_path: Path) -> None:
@@ -66,19 +66,11 @@ def test_a_damaged_experiment_is_one_sentence(directory: Path, tmp_path: Path) -
         read_results(directory)
 
 
-SCORED = {"accuracy": 0.9, "cross_entropy": 0.3}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"arm": "unknown"}, "belongs to the arm 'unknown', which experiment.json does not have"),
-        ({"metrics": None}, "Expected metrics of the test set in"),
-        ({"metrics": {"test": None, "validation": SCORED}}, "Expected metrics of the test set in"),
-        ({"metrics": {"test": {"accuracy": 0.9}}}, "number of 0 or more under metrics.test.cross_entropy in"),
-        ({"metrics": {"test": {**SCORED, "cross_entropy": float("nan")}}}, "under metrics.test.cross_entropy in"),
-        ({"metrics": {"test": {**SCORED, "cross_entropy": -0.1}}}, "under metrics.test.cross_entropy in"),
-        ({"metrics": {"test": {**SCORED, "brier": "low"}}}, "expected metrics.test.brier to be a number"),
+        ({"metrics": {"test": {"accuracy": 0.9, "brier": "low"}}}, "expected metrics.test.brier to be a number"),
         ({"seed": 3}, "repeats the arm, λ and seed of the run shared-l0.3-s1"),
         ({"format": 9}, "Expected format 1 in"),
     ],
@@ -86,27 +78,12 @@ SCORED = {"accuracy": 0.9, "cross_entropy": 0.3}
 def test_a_damaged_run_is_listed_and_the_rest_read(directory: Path, changes: dict[str, Any], message: str) -> None:
     _edit(directory / "runs" / "shared-l0.3-s1.json", **changes)
     results = read_results(directory)
-    [damaged] = results.damaged
-    assert damaged.file.startswith("runs/shared-l0.3-s")
-    assert damaged.file in damaged.reason
-    assert message in damaged.reason
-    assert "\n" not in damaged.reason
+    [(file, reason)] = results.damaged.items()
+    assert file.startswith("runs/shared-l0.3-s")
+    assert file in reason
+    assert message in reason
+    assert "\n" not in reason
     assert len(results.runs) == 14
-
-
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        ({"test": {"mse": 1.0}, "validation": {}}, "under metrics.validation.mse"),
-        ({"test": {"mse": 1e200}}, "under metrics.test.mse"),
-        ({"test": {"mse": 1.0, "members": [1.0, -1.0]}}, "under metrics.test.members"),
-    ],
-)
-def test_a_damaged_model_run_is_listed(tmp_path: Path, metrics: dict[str, Any], message: str) -> None:
-    fit = write_fit(tmp_path / "fit", FitSpec(arrays=False))
-    _edit(fit / "runs" / "model-l0.3-s7.json", metrics=metrics)
-    [damaged] = read_results(fit).damaged
-    assert message in damaged.reason
 
 
 def test_metrics_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
@@ -115,7 +92,7 @@ def test_metrics_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
     results = read_results(fit)
     [run] = results.runs
     assert results.scores(run) == {"mse": 4.0, "rmse": 2.0}
-    assert (results.scores(run, "validation"), run.members, results.damaged) == ({}, (), ())
+    assert (results.scores(run, "validation"), results.damaged) == ({}, {})
 
 
 def test_failed_runs_and_damaged_files(failing: Path) -> None:
@@ -123,20 +100,15 @@ def test_failed_runs_and_damaged_files(failing: Path) -> None:
     assert len(results.failed) == 6
     assert results.failed[0].failure is not None
     assert (results.failed[0].failure.member, results.failed[0].failure.step) == (3, 1204)
-    files = [damaged.file for damaged in results.damaged]
-    assert files == ["runs/foreign.json", "runs/shared-l0.1-s1.json", "runs/shared-l0.3-s0.safetensors"]
+    assert list(results.damaged) == ["runs/foreign.json", "runs/shared-l0.1-s1.json", "runs/shared-l0.3-s0.safetensors"]
     exchanged = results.arms[1]
     assert 0.7 not in results.diversities(exchanged)
-    assert 0.7 in results.grid(exchanged)
 
 
-def test_planned_runs(directory: Path) -> None:
+def test_a_directory_without_runs(directory: Path) -> None:
     shutil.rmtree(directory / "runs")
     results = read_results(directory)
-    assert (results.runs, results.damaged, results.planned) == ((), (), 15)
-    jobs = [{"id": "a-0", "runs": [{"arm": "shared", "diversity": 0, "seed": seed} for seed in (0, 1, 1)]}]
-    (directory / "jobs.json").write_text(json.dumps({"format": 1, "jobs": jobs}))
-    assert read_results(directory).planned == 2
+    assert (results.runs, results.damaged) == ((), {})
 
 
 def test_runs_are_indexed(tmp_path: Path) -> None:
@@ -156,7 +128,7 @@ def test_runs_are_indexed(tmp_path: Path) -> None:
         for diversity in results.diversities(arm):
             assert [run.seed for run in results.finished(arm, diversity)] == [0, 1, 2]
             assert len(results.values(arm, diversity, "cross_entropy")) == 3
-    assert results.finished(arm, 0.123) == ()
+    assert results.finished(arm, 0.123) == []
     assert walks == 1
 
 
@@ -170,7 +142,7 @@ def test_missing_arrays_are_no_damage(directory: Path) -> None:
     for path in (directory / "runs").glob("*.safetensors"):
         path.unlink()
     results = read_results(directory)
-    assert results.damaged == ()
+    assert results.damaged == {}
     assert results.arrays(results.runs[0]) == {}
 
 
@@ -182,12 +154,12 @@ def test_arrays_that_were_changed_are_listed(directory: Path, damage: str, messa
     arrays = file.with_suffix(".safetensors")
     digest = hashlib.sha256(arrays.read_bytes()).hexdigest()
     file.write_text(json.dumps(with_checksum({**json.loads(file.read_text()), "arrays_sha256": digest})))
-    assert read_results(directory).damaged == ()
+    assert read_results(directory).damaged == {}
     arrays.unlink()
     if damage == "change":
         save_file({"sample_error": np.zeros(3)}, arrays)
     results = read_results(directory)
-    [damaged] = results.damaged
-    assert damaged.file == "runs/shared-l0.3-s1.safetensors"
-    assert message in damaged.reason
+    [(file, reason)] = results.damaged.items()
+    assert file == "runs/shared-l0.3-s1.safetensors"
+    assert message in reason
     assert results.arrays(next(run for run in results.runs if run.run == "shared-l0.3-s1")) == {}

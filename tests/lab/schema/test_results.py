@@ -92,7 +92,9 @@ def test_runs_of_format_1_stay_readable() -> None:
         run = read_result(file, RunResult)
         assert run.finished
         assert 0.9 < run.scores["test"]["accuracy"] < 1
-        assert len(run.members) == run.num_members
+        assert run.metrics is not None
+        assert run.metrics.test is not None
+        assert len(run.metrics.test.members) == run.num_members
 
 
 def test_numbers_that_are_not_finite_count_as_not_measured(tmp_path: Path) -> None:

@@ -118,5 +118,5 @@ def report(directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="
     for sentence in summary_sentences(results):
         print_line(sentence)
     print_line(f"Report: {page}")
-    for damaged in results.damaged:
-        print_error(f"Skipped: {damaged.reason}")
+    for reason in results.damaged.values():
+        print_error(f"Skipped: {reason}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import datetime
-from statistics import median
 
 NONE = "–"  # not measured
 
@@ -25,24 +23,15 @@ def percentages(values: Sequence[float], whole: float) -> list[str]:
     return [number(share, digits, signed=True) for share in shares]
 
 
-def quantity(value: float) -> str:
+def quantity(value: float, *, signed: bool = False) -> str:
     """Format to four significant digits."""
-    exponent = order_of_magnitude([value])
-    power = "" if -4 <= exponent <= 6 else f"×{power_of_ten(exponent)}"
-    text = number(value / 10.0**exponent, 3) if power else number(value, max(0, 3 - exponent))
+    exponent = math.floor(math.log10(abs(value))) if abs(value) > 1e-300 else 0  # smaller: the inverse may overflow
+    superscript = str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    power = "" if -4 <= exponent <= 6 else f"×10{superscript}"
+    scaled, digits = (value / 10.0**exponent, 3) if power else (value, max(0, 3 - exponent))
+    text = number(scaled, digits, signed=signed)
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return (text if exponent > 3 else text.replace(",", "")) + power  # a year has no comma
-
-
-def order_of_magnitude(values: Sequence[float]) -> int:
-    """Return the power of ten of the median absolute value."""
-    sizes = [abs(value) for value in values if abs(value) > 1e-300]  # smaller: the inverse may overflow
-    return math.floor(math.log10(median(sizes))) if sizes else 0
-
-
-def power_of_ten(exponent: int) -> str:
-    """Format a power of ten with a superscript."""
-    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def shorten(text: str, width: int) -> str:
@@ -62,30 +51,12 @@ def at(value: float) -> str:
     return f"λ={diversity(value)}"
 
 
-def p_value(p: float | None) -> str:
-    """Format to three decimals."""
-    return NONE if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def timestamp(text: str) -> str:
-    """Format an ISO time to the minute; other text is unchanged."""
-    try:
-        parsed = datetime.fromisoformat(text)
-    except ValueError:
-        return text
-    return f"{parsed:%Y-%m-%d %H:%M} {parsed.tzname() or ''}".rstrip()
-
-
 def duration(seconds: float | None) -> str:
-    """Format in hours, minutes and seconds."""
+    """Format in hours, minutes or seconds."""
     if seconds is None:
         return NONE
-    if seconds < 10:
-        return f"{seconds:.2g} s"
-    unit, large, small = (60, "h", "min") if seconds >= 3600 else (1, "min", "s")
-    whole, rest = divmod(round(seconds / unit), 60)
-    parts = [f"{whole} {large}"] if whole else []
-    return " ".join(parts + [f"{rest} {small}"] if rest or not whole else parts)
+    size, unit = next((part for part in ((3600, "h"), (60, "min")) if seconds >= 2 * part[0]), (1, "s"))
+    return f"{seconds / size:.3g} {unit}"
 
 
 def count(value: int, noun: str, plural: str = "") -> str:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchace.lab.report import formats
-from torchace.lab.report.formats import NONE
+from torchace.lab.report.formats import NONE, quantity
 
 if TYPE_CHECKING:
     from torchace.lab.report.statistics import Summary
 
 LOWER_IS_BETTER = "Lower is better."
 IN_UNITS = "in the target's units; lower is better."
-MUTUAL_INFORMATION = (
-    "entropy of the ensemble's prediction minus its members' mean entropy: epistemic uncertainty, in nats."
-)
+MUTUAL_INFORMATION = "entropy of the ensemble minus its members' mean entropy: epistemic uncertainty, in nats."
+AMBIGUITY = "the members' mean cross entropy minus the ensemble's."
+DISAGREEMENT = "share of test cases on which two members differ."
 
 
 @dataclass(frozen=True)
@@ -27,31 +27,31 @@ class Metric:
     key: str
     label: str  # column heading
     noun: str  # in a sentence
-    digits: int = 4  # decimals; differences have one more
+    digits: int | None = 4  # decimals; differences have one more; None: four significant digits
     scale: float = 1.0
     unit: str = ""
     difference_unit: str = ""
-    power: int = 0  # of the target's units
     reading: str = LOWER_IS_BETTER  # in a caption
     higher_is_better: bool = False
     short_label: str = ""  # column heading in a terminal, if not `label`
 
     def number(self, value: float) -> str:
         """Format a value without unit."""
-        return formats.number(value * self.scale, self.digits)
+        return quantity(value) if self.digits is None else formats.number(value * self.scale, self.digits)
 
     def value(self, value: float) -> str:
         """Format a value with unit."""
         return self.number(value) + self.unit
 
-    def change(self, value: float, *, signed: bool = True) -> str:
+    def change(self, value: float) -> str:
         """Format a difference without unit."""
-        return formats.number(value * self.scale, self.digits + 1, signed=signed)
+        if self.digits is None:
+            return quantity(value, signed=True)
+        return formats.number(value * self.scale, self.digits + 1, signed=True)
 
-    def difference(self, mean: float, margin: float | None = None, *, signed: bool = True) -> str:
-        """Format a difference with margin and unit."""
-        error = "" if margin is None else f" ± {self.change(margin, signed=False)}"
-        return self.change(mean, signed=signed) + error + self.difference_unit
+    def difference(self, value: float) -> str:
+        """Format a difference with unit."""
+        return self.change(value) + self.difference_unit
 
     def interval(self, ends: tuple[float, float]) -> str:
         """Format an interval of differences, without unit."""
@@ -61,8 +61,10 @@ class Metric:
         """Format mean ± standard deviation, without unit."""
         if summary is None:
             return NONE
-        mean = self.number(summary.mean)
-        return mean if summary.sd is None else f"{mean} ± {self.number(summary.sd)}"
+        mean, sd = self.number(summary.mean), summary.sd
+        if sd is None:
+            return mean
+        return f"{mean} ± {self.number(float(f'{sd:.2g}') if self.digits is None else sd)}"
 
     @property
     def difference_label(self) -> str:
@@ -74,9 +76,17 @@ def _percent(key: str, label: str, noun: str, reading: str = LOWER_IS_BETTER, sh
     return Metric(key, f"{label}, %", noun, 2, 100.0, " %", " points", reading=reading, short_label=short_label)
 
 
+def _quantity(key: str, label: str, noun: str, reading: str = LOWER_IS_BETTER) -> Metric:
+    return Metric(key, label, noun, digits=None, reading=reading)
+
+
 def _with_members(*metrics: Metric) -> list[Metric]:
     members = [replace(m, key=f"member_{m.key}", noun=f"{m.noun} of one member") for m in metrics]
     return [*metrics, *members]
+
+
+def _by_key(*metrics: Metric) -> dict[str, Metric]:
+    return {metric.key: metric for metric in metrics}
 
 
 @dataclass(frozen=True)
@@ -85,17 +95,13 @@ class TaskLayout:
 
     name: str
     metrics: Mapping[str, Metric]
-    required: tuple[str, ...]  # in every scored run
     loss: str  # compares values of λ
     score: str  # the second score
     spread: str  # the difference between members
-    error: str  # of single members
     ensemble: tuple[str, ...]
     member: tuple[str, ...]
-    curves: tuple[str, ...]
     details: Mapping[str, tuple[str, ...]]
     details_title: str
-    uncertainty_title: str
 
     @property
     def diversity(self) -> tuple[str, ...]:
@@ -112,17 +118,9 @@ class TaskLayout:
         metrics = [self.metrics[key] for key in keys if self.metrics[key].reading != LOWER_IS_BETTER]
         return " ".join(f"{formats.capitalize(metric.noun)}: {metric.reading}" for metric in metrics)
 
-    def member_error(self, value: float) -> float:
-        """Convert a member's accuracy or MSE to `error`."""
-        return math.sqrt(value) if self.error == "rmse" else 1 - value
 
-
-def _task(metrics: Sequence[Metric], **fields: Any) -> TaskLayout:
-    return TaskLayout(metrics={metric.key: metric for metric in metrics}, **fields)
-
-
-CLASSIFICATION = _task(
-    [
+CLASSIFICATION = TaskLayout(
+    metrics=_by_key(
         *_with_members(
             Metric("accuracy", "Accuracy", "accuracy", higher_is_better=True, short_label="Acc."),
             _percent("error", "Error", "error"),
@@ -130,34 +128,22 @@ CLASSIFICATION = _task(
             Metric("brier", "Brier score", "Brier score"),
             Metric("calibration_error", "Calibration error", "calibration error"),
         ),
-        _percent(
-            "disagreement",
-            "Disagreement",
-            "disagreement",
-            "share of test cases on which two members differ.",
-            short_label="Disagr.\n%",
-        ),
+        _percent("disagreement", "Disagreement", "disagreement", DISAGREEMENT, "Disagr.\n%"),
         Metric("mutual_information", "Mutual information", "mutual information", 5, reading=MUTUAL_INFORMATION),
-        Metric(
-            "ambiguity", "Ambiguity", "ambiguity", 5, reading="the members' mean cross entropy minus the ensemble's."
-        ),
-    ],
+        Metric("ambiguity", "Ambiguity", "ambiguity", 5, reading=AMBIGUITY),
+    ),
     name="classification",
-    required=("accuracy", "cross_entropy"),
     loss="cross_entropy",
     score="error",
     spread="disagreement",
-    error="error",
     ensemble=("accuracy", "cross_entropy"),
     member=("member_accuracy", "member_cross_entropy"),
-    curves=("error", "cross_entropy"),
     details={
         "Ensemble": ("brier", "calibration_error"),
         "One member": ("member_brier", "member_calibration_error"),
         "Diversity": ("disagreement", "mutual_information", "ambiguity"),
     },
-    details_title="Calibration and diversity",
-    uncertainty_title="Diversity and calibration",
+    details_title="Diversity and calibration",
 )
 
 _LABELS = (
@@ -167,34 +153,29 @@ _LABELS = (
 MULTILABEL = replace(
     CLASSIFICATION,
     name="multilabel",
-    metrics={**CLASSIFICATION.metrics, **{metric.key: metric for metric in _LABELS}},
+    metrics={**CLASSIFICATION.metrics, **_by_key(*_LABELS)},
     details={**CLASSIFICATION.details, "Ensemble": ("exact_match", "macro_f1", "brier", "calibration_error")},
 )
 
-REGRESSION = _task(
-    [
+REGRESSION = TaskLayout(
+    metrics=_by_key(
         Metric("r2", "R²", "R²", reading="share of the target's variance that is explained.", higher_is_better=True),
         *_with_members(
-            Metric("mse", "MSE", "mean squared error", power=2),
-            Metric("rmse", "RMSE", "root mean squared error", power=1, reading=IN_UNITS),
+            _quantity("mse", "MSE", "mean squared error"),
+            _quantity("rmse", "RMSE", "root mean squared error", IN_UNITS),
         ),
-        Metric("mae", "MAE", "mean absolute error", power=1, reading=IN_UNITS),
-        Metric("spread", "Spread", "spread", power=1, reading="standard deviation of the members' predictions."),
-        Metric("ambiguity", "Ambiguity", "ambiguity", power=2, reading="the members' mean MSE minus the ensemble's."),
-        _percent("averaged", "Averaged away", "averaged away", "ambiguity as a share of the members' MSE."),
-    ],
+        _quantity("mae", "MAE", "mean absolute error", IN_UNITS),
+        _quantity("spread", "Spread", "spread", "standard deviation of the members' predictions."),
+        _quantity("ambiguity", "Ambiguity", "ambiguity", "the members' mean MSE minus the ensemble's."),
+    ),
     name="regression",
-    required=("mse",),
     loss="mse",
     score="mae",
     spread="spread",
-    error="rmse",
     ensemble=("r2", "rmse", "mae"),
     member=("member_rmse",),
-    curves=("rmse", "mae"),
-    details={"Ensemble": ("mse",), "One member": ("member_mse",), "Diversity": ("spread", "ambiguity", "averaged")},
-    details_title="Squared error and diversity",
-    uncertainty_title="Diversity and uncertainty",
+    details={"Ensemble": ("mse",), "One member": ("member_mse",), "Diversity": ("spread", "ambiguity")},
+    details_title="Diversity and squared error",
 )
 
 TASKS = {task.name: task for task in (CLASSIFICATION, MULTILABEL, REGRESSION)}
@@ -211,7 +192,7 @@ def with_own_metrics(layout: TaskLayout, keys: Iterable[str]) -> TaskLayout:
 
 
 def add_derived(values: Mapping[str, float]) -> dict[str, float]:
-    """Add derived metrics: errors, roots, and the share averaged away."""
+    """Add errors and root mean squared errors."""
     found = dict(values)
     for key in ("accuracy", "member_accuracy"):
         if key in values:
@@ -219,25 +200,4 @@ def add_derived(values: Mapping[str, float]) -> dict[str, float]:
     for key in ("mse", "member_mse"):
         if values.get(key, -1.0) >= 0:
             found[key.replace("mse", "rmse")] = math.sqrt(values[key])
-    if values.get("member_mse", 0.0) > 0 and "ambiguity" in values:
-        found["averaged"] = values["ambiguity"] / values["member_mse"]
-    return found
-
-
-def choose_units(metrics: Mapping[str, Metric], values: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
-    """Set decimals and a power of ten, common to all metrics of one unit, to fit the values."""
-    found = dict(metrics)
-    for power, lead in ((1, "rmse"), (2, "mse")):
-        size = formats.order_of_magnitude(values.get(lead, ()))
-        shift = 0 if -3 <= size <= 5 else 3 * (size // 3)
-        unit = f"×{formats.power_of_ten(shift)}"
-        for metric in metrics.values():
-            if metric.power != power:
-                continue
-            own = formats.order_of_magnitude(values.get(metric.key) or values.get(lead, ()))
-            metric = replace(metric, digits=min(6, max(0, 3 - (own - shift))))
-            if shift:
-                label = f"{metric.label}, {unit}"
-                metric = replace(metric, label=label, scale=10.0**-shift, unit=f" {unit}", difference_unit=f" {unit}")
-            found[metric.key] = metric
     return found

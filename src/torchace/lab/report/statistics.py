@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean, stdev
 
 import numpy as np
 
@@ -22,7 +22,6 @@ Interval = tuple[float, float]
 class Summary:
     """Mean over seeds, standard deviation and t interval; None below two seeds."""
 
-    n: int
     mean: float
     sd: float | None
     interval: Interval | None
@@ -40,19 +39,9 @@ class Difference:
     tests: int = 1  # number of tests for the Bonferroni correction
 
     @cached_property
-    def interval(self) -> Interval | None:
-        """Uncorrected 95 % interval."""
-        return None if self.estimate is None else self.estimate.interval(ALPHA)
-
-    @cached_property
     def joint_interval(self) -> Interval | None:
         """Joint 95 % interval of all tests."""
         return None if self.estimate is None else self.estimate.interval(ALPHA / self.tests)
-
-    @cached_property
-    def p(self) -> float | None:
-        """Corrected p value."""
-        return None if self.estimate is None else min(1.0, self.tests * self.estimate.p)
 
     @property
     def samples(self) -> int | None:
@@ -61,15 +50,8 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether the joint interval excludes zero, that is p < 0.05."""
+        """Whether the joint interval excludes zero."""
         return self.joint_interval is not None and not self.joint_interval[0] <= 0 <= self.joint_interval[1]
-
-    @property
-    def margin(self) -> float | None:
-        """Distance from the mean to the end of the joint interval nearer to zero."""
-        if self.joint_interval is None:
-            return None
-        return self.joint_interval[1] - self.mean if self.mean < 0 else self.mean - self.joint_interval[0]
 
 
 @dataclass(frozen=True)
@@ -77,15 +59,8 @@ class Comparison:
     """Differences of an arm's λ to one reference: a family of tests."""
 
     arm: ArmSummary
-    reference: ArmSummary
     reference_diversity: float
-    metric: str
     differences: tuple[Difference, ...]
-
-    @property
-    def tests(self) -> int:
-        """Number of tests."""
-        return sum(difference.estimate is not None for difference in self.differences)
 
     def at(self, diversity: float | None) -> Difference | None:
         """Return the difference at one λ."""
@@ -94,11 +69,10 @@ class Comparison:
 
 def summarize(values: Sequence[float]) -> Summary:
     """Return mean, standard deviation (n - 1) and the 95 % t interval."""
-    n, mean = len(values), math.fsum(values) / len(values)
     estimate = mean_over_seeds(values)
     if estimate is None:
-        return Summary(n, mean, None, None)
-    return Summary(n, mean, estimate.error * math.sqrt(n), estimate.interval(ALPHA))
+        return Summary(values[0], None, None)
+    return Summary(fmean(values), stdev(values), estimate.interval(ALPHA))
 
 
 def paired_difference(
@@ -115,7 +89,7 @@ def paired_difference(
     if not seeds:
         return None
     differences = [values[seed] - reference[seed] for seed in seeds]
-    mean = math.fsum(differences) / len(seeds)
+    mean = fmean(differences)
     estimate = mean_over_seeds(differences)
     if estimate is None:
         return Difference(diversity, len(seeds), mean, note="one seed: no interval")
@@ -133,11 +107,7 @@ def paired_differences(
     samples: Mapping[float, Mapping[int, Array]] | None = None,
 ) -> tuple[Difference, ...]:
     """Return the paired differences to one reference, by ascending λ, corrected for their number."""
-    return correct(paired_difference(series[d], reference, d, (samples or {}).get(d)) for d in sorted(series))
-
-
-def correct(found: Iterable[Difference | None]) -> tuple[Difference, ...]:
-    """Correct known differences for their number."""
+    found = [paired_difference(series[d], reference, d, (samples or {}).get(d)) for d in sorted(series)]
     known = [difference for difference in found if difference is not None]
     tests = max(1, sum(difference.estimate is not None for difference in known))
     return tuple(replace(difference, tests=tests) for difference in known)
@@ -145,64 +115,40 @@ def correct(found: Iterable[Difference | None]) -> tuple[Difference, ...]:
 
 def compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None = None) -> Comparison | None:
     """Compare an arm's λ with its λ=0, or with the λ=0 or only λ of another arm; None if not comparable."""
-    key = ("compare", arm.name, metric, reference and reference.name)
-    if key not in results.cache:
-        results.cache[key] = _compare(results, arm, metric, reference)
-    found: Comparison | None = results.cache[key]
-    return found
-
-
-def _compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None) -> Comparison | None:
     anchor = reference or arm
-    if not results.arm_data(arm).has_same_test_set(results.arm_data(anchor)):
+    data, other = results.arm_data(arm), results.arm_data(anchor)
+    if (data.name, data.test, data.classes) != (other.name, other.test, other.classes):
         return None
     at = results.diversities(anchor)
     if not at or (at[0] != 0 and (reference is None or len(at) > 1)):
         return None
     diversities = [diversity for diversity in results.diversities(arm) if reference is not None or diversity != at[0]]
     series = {diversity: results.values(arm, diversity, metric) for diversity in diversities}
-    samples: dict[float, dict[int, Array]] = {}
-    if level := results.sample_scores(anchor, at[0], metric):
-        for diversity in diversities:
-            here = results.sample_scores(arm, diversity, metric)
-            samples[diversity] = {seed: here[seed] - level[seed] for seed in here.keys() & level.keys()}
+    level = results.sample_scores(anchor, at[0], metric)
+    samples = {diversity: sample_differences(results, arm, diversity, metric, level) for diversity in diversities}
     differences = paired_differences(series, results.values(anchor, at[0], metric), samples)
-    return Comparison(arm, anchor, at[0], metric, differences) if differences else None
+    return Comparison(arm, at[0], differences) if differences else None
 
 
-def best_diversity(results: Results, arm: ArmSummary, metric: str | None = None, split: str = "test") -> float | None:
-    """Return the λ with the best mean of a metric, by default the task's loss."""
+def sample_differences(
+    results: Results, arm: ArmSummary, diversity: float, metric: str, reference: Mapping[int, Array]
+) -> dict[int, Array]:
+    """Return the differences to a reference on each test sample, `(N,)`, by common seed."""
+    found = results.sample_scores(arm, diversity, metric) if reference else {}
+    return {seed: found[seed] - reference[seed] for seed in found.keys() & reference.keys()}
+
+
+def best_diversity(results: Results, arm: ArmSummary, metric: str | None = None) -> float | None:
+    """Return the λ with the best mean of a metric on the test data, by default the task's loss."""
     metric = metric or results.task.loss
-    means = comparable_means(results, arm, metric, split)
+    means = comparable_means(results, arm, metric)
     best = max if results.metrics[metric].higher_is_better else min
     return best(means, key=means.__getitem__) if means else None
 
 
 def comparable_means(results: Results, arm: ArmSummary, metric: str, split: str = "test") -> dict[float, float]:
     """Return means by λ over the seeds common to all λ, or over all seeds if there are none."""
-    series = _by_diversity(results, arm, metric, split)
+    found = {diversity: results.values(arm, diversity, metric, split) for diversity in results.diversities(arm)}
+    series = {diversity: values for diversity, values in found.items() if values}
     common = set.intersection(*(set(values) for values in series.values())) if series else set()
-    return {
-        diversity: math.fsum(values[seed] for seed in (common or values)) / len(common or values)
-        for diversity, values in series.items()
-    }
-
-
-def train_loss(results: Results, arm: ArmSummary, diversity: float = 0.0) -> float | None:
-    """Return the mean training loss in the epoch of the weights; None if it was not recorded."""
-    key, found = f"train_{results.task.loss}", []
-    for run in results.finished(arm, diversity):
-        epoch = run.history[(run.best_epoch or len(run.history)) - 1] if run.history else {}
-        if (value := epoch.get(key)) is not None:
-            found.append(value)
-    return math.fsum(found) / len(found) if found else None
-
-
-def has_unequal_seeds(results: Results, arm: ArmSummary) -> bool:
-    """Whether the λ of an arm have different seeds."""
-    return len({frozenset(values) for values in _by_diversity(results, arm, results.task.loss).values()}) > 1
-
-
-def _by_diversity(results: Results, arm: ArmSummary, metric: str, split: str = "test") -> dict[float, dict[int, float]]:
-    series = {diversity: results.values(arm, diversity, metric, split) for diversity in results.diversities(arm)}
-    return {diversity: values for diversity, values in series.items() if values}
+    return {diversity: fmean(values[seed] for seed in common or values) for diversity, values in series.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,19 +12,17 @@ from torchace.lab.report.formats import NONE, at
 from torchace.lab.report.metrics import Metric
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import (
-    Comparison,
     Difference,
     Summary,
     best_diversity,
     comparable_means,
     compare,
-    has_unequal_seeds,
     paired_differences,
     summarize,
 )
-from torchace.lab.schema.results import ArmSummary, DiversitySearch, PaperRow
+from torchace.lab.schema.results import ArmSummary, PaperRow
 
-DIFFERENCE_COLUMNS = ("difference", "95 % interval", "p, corrected")
+DIFFERENCE_COLUMNS = ("difference", "95 % interval")
 
 
 @dataclass(frozen=True)
@@ -76,29 +74,25 @@ class ReportTable:
         return tuple(spans) if any(group for group, _ in spans) else ()
 
 
-Rows = Iterable[Sequence[str | Cell]]
+Row = Sequence[str | Cell]
 
 
 def make_table(
     caption: str,
     columns: Sequence[str | ReportColumn],
-    sections: Iterable[tuple[str, Rows]],
+    sections: Iterable[tuple[str, Iterable[Row]]],
     note: str = "",
     kinds: str = "",
 ) -> ReportTable:
     """Build a table from titled sections; `kinds` has one letter per column, `t` for text or `n` for numbers."""
     names = ["text" if letter == "t" else "number" for letter in kinds.ljust(len(columns), "n")]
-    built = []
-    for title, rows in sections:
-        cells = [
-            tuple(
-                Cell(cell, kind=kind) if isinstance(cell, str) else cell for cell, kind in zip(row, names, strict=True)
-            )
-            for row in rows
-        ]
-        built.append(Section(title, tuple(cells)))
+
+    def cells(row: Row) -> tuple[Cell, ...]:
+        return tuple(Cell(c, kind=kind) if isinstance(c, str) else c for c, kind in zip(row, names, strict=True))
+
+    built = tuple(Section(title, tuple(cells(row) for row in rows)) for title, rows in sections)
     heads = tuple(ReportColumn(column) if isinstance(column, str) else column for column in columns)
-    return ReportTable(caption, heads, tuple(built), note)
+    return ReportTable(caption, heads, built, note)
 
 
 def arm_title(arm: ArmSummary) -> str:
@@ -136,74 +130,59 @@ def summarize_metric(results: Results, arm: ArmSummary, diversity: float, metric
 
 def result_table(results: Results) -> ReportTable:
     """Scores of ensemble and members at every λ, with the paper's numbers."""
-    metrics, paper = results.metrics, results.experiment.paper
-    groups = {"Ensemble": results.task.ensemble, "One member": results.task.member}
+    task, paper = results.task, results.experiment.paper
+    groups = {"Ensemble": task.ensemble, "One member": task.member}
     if paper and any(row.error is not None for row in paper.rows):
         groups = {group: tuple(key.replace("accuracy", "error") for key in keys) for group, keys in groups.items()}
-    pairs = [(arm, diversity) for arm in results.arms for diversity in results.diversities(arm)]
-    matched = [row for row in (_paper_row(results, *pair) for pair in pairs) if row]
-    shown = {key for row in matched for key in row.values}
-    columns: list[str | ReportColumn] = ["λ", ReportColumn("Seeds", short_label="n")]
-    for group, keys in groups.items():
-        for key in keys:
-            columns.append(ReportColumn(metrics[key].label, group, metrics[key].short_label))
-            columns += [ReportColumn("paper", group)] * (key in shown)
-    spread_metric = metrics[results.task.spread]
-    columns.append(ReportColumn(spread_metric.label, "Members", spread_metric.short_label))
-    sections = []
-    for arm in results.arms:
-        rows = []
-        several = len(results.diversities(arm)) > 1
-        best = {key: best_diversity(results, arm, key) if several else None for keys in groups.values() for key in keys}
-        for diversity in results.grid(arm):
-            row: list[str | Cell] = [formats.diversity(diversity), str(len(results.finished(arm, diversity)))]
-            stated = _paper_row(results, arm, diversity)
-            for key, best_of_metric in best.items():
-                text = metrics[key].mean_sd(summarize_metric(results, arm, diversity, key))
-                row.append(Cell(text, strong=best_of_metric == diversity))
-                if key in shown:
-                    value = stated.values.get(key) if stated else None
-                    row.append(Cell(NONE if value is None else metrics[key].number(value), kind="paper"))
-            spread = summarize_metric(results, arm, diversity, results.task.spread)
-            rows.append([*row, spread_metric.mean_sd(spread)])
-        sections.append((arm_title(arm), rows))
-    return make_table("Results on the test set", columns, sections, _result_note(results))
-
-
-def _paper_row(results: Results, arm: ArmSummary, diversity: float) -> PaperRow | None:
-    rows = results.experiment.paper.rows if results.experiment.paper else ()
-    return next((row for row in rows if row.matches(arm, diversity)), None)
-
-
-def _result_note(results: Results) -> str:
-    unequal = any(has_unequal_seeds(results, arm) for arm in results.arms)
-    shared = " over the seeds that all its λ have" if unequal else ""
     note = (
-        f"Mean ± standard deviation over seeds. Bold: the best mean of its arm{shared}, significant or not. "
-        f"“One member”: the mean over members. {results.task.explain([*results.task.ensemble, results.task.spread])}"
+        "Mean ± standard deviation over seeds. Bold: the best mean of its arm over the seeds that all its λ have, "
+        f"significant or not. “One member”: the mean over members. {task.explain([*task.ensemble, task.spread])}"
     )
-    if paper := results.experiment.paper:
+    if paper:
         note += f" “paper”: {paper.table} of Shoham and Permuter (2020). {paper.note}".rstrip()
-        pairs = [(arm, diversity) for arm in results.arms for diversity in results.diversities(arm)]
-        missing = [row.title for row in paper.rows if not any(row.matches(*pair) for pair in pairs)]
-        if missing:
-            note += f" Rows of the paper without a run here: {', '.join(missing)}."
-    return note
+    return _score_table(
+        results, "Results on the test set", {**groups, "Members": (task.spread,)}, note, paper.rows if paper else ()
+    )
 
 
 def detail_table(results: Results) -> ReportTable:
     """Calibration or squared error, and diversity, at every λ."""
     measured = {key for run in results.runs for key in results.scores(run)}
-    pairs = [(group, key) for group, keys in results.task.details.items() for key in keys if key in measured]
+    groups = {group: tuple(key for key in keys if key in measured) for group, keys in results.task.details.items()}
+    note = results.task.explain(results.task.diversity[1:])
+    return _score_table(results, results.task.details_title, groups, note)
+
+
+def _score_table(
+    results: Results, caption: str, groups: Mapping[str, Sequence[str]], note: str, paper: Sequence[PaperRow] = ()
+) -> ReportTable:
+    """Means of metrics at every λ, with the numbers of the paper's rows beside them."""
+
+    def paper_values(arm: ArmSummary, diversity: float) -> dict[str, float]:
+        return next((row.values for row in paper if row.matches(arm, diversity)), {})
+
+    metrics, pairs = results.metrics, [(group, key) for group, keys in groups.items() for key in keys]
+    shown = {key for arm in results.arms for d in results.diversities(arm) for key in paper_values(arm, d)}
+    columns: list[str | ReportColumn] = ["λ", ReportColumn("Seeds", short_label="n")]
+    for group, key in pairs:
+        columns.append(ReportColumn(metrics[key].label, group, metrics[key].short_label))
+        columns += [ReportColumn("paper", group)] * (key in shown)
     sections = []
     for arm in results.arms:
         rows = []
+        scored = [key for group, key in pairs if group in ("Ensemble", "One member")]
+        best = {key: best_diversity(results, arm, key) for key in scored if len(results.diversities(arm)) > 1}
         for diversity in results.diversities(arm):
-            found = [results.metrics[key].mean_sd(summarize_metric(results, arm, diversity, key)) for _, key in pairs]
-            rows.append([formats.diversity(diversity), *found])
+            row: list[str | Cell] = [formats.diversity(diversity), str(len(results.finished(arm, diversity)))]
+            stated = paper_values(arm, diversity)
+            for _, key in pairs:
+                text = metrics[key].mean_sd(summarize_metric(results, arm, diversity, key))
+                row.append(Cell(text, strong=best.get(key) == diversity))
+                if key in shown:
+                    row.append(Cell(metrics[key].number(stated[key]) if key in stated else NONE, kind="paper"))
+            rows.append(row)
         sections.append((arm_title(arm), rows))
-    columns = [ReportColumn("λ"), *(ReportColumn(results.metrics[key].label, group) for group, key in pairs)]
-    return make_table(results.task.details_title, columns, sections, results.task.explain(results.task.diversity[1:]))
+    return make_table(caption, columns, sections, note)
 
 
 def difference_tables(results: Results) -> list[ReportTable]:
@@ -220,76 +199,52 @@ def difference_tables(results: Results) -> list[ReportTable]:
 def _difference_table(
     results: Results, caption: str, arms: Sequence[ArmSummary], reference: ArmSummary | None
 ) -> ReportTable:
-    compared: list[dict[str, Comparison]] = []
+    keys, sections, shown = results.task.differences, [], list[Difference]()
     for arm in arms:
-        several = min(arm.num_members, (reference or arm).num_members) > 1
-        keys = [key for key in results.task.differences if key != results.task.spread or several]
         found = {key: compare(results, arm, key, reference) for key in keys}
-        compared.append({key: comparison for key, comparison in found.items() if comparison})
-    metrics = [key for key in results.task.differences if any(key in tested for tested in compared)]
-    columns: list[str | ReportColumn] = ["λ", "Pairs"]
-    for key in metrics:
-        columns += [ReportColumn(label, results.metrics[key].difference_label) for label in DIFFERENCE_COLUMNS]
-    sections = []
-    for arm, tested in zip(arms, compared, strict=True):
-        rows = []
-        for first in next(iter(tested.values())).differences if tested else ():
-            row: list[str | Cell] = [formats.diversity(first.diversity), str(first.n)]
-            for key in metrics:
-                difference = tested[key].at(first.diversity) if key in tested else None
-                row += difference_cells(results.metrics[key], difference)
-            rows.append(row)
+        if min(arm.num_members, (reference or arm).num_members) == 1:
+            found[results.task.spread] = None
+        shown += [d for comparison in found.values() if comparison for d in comparison.differences]
+        rows = list[Row]()
+        for diversity in results.diversities(arm):
+            tested = {key: comparison.at(diversity) if comparison else None for key, comparison in found.items()}
+            if first := next((difference for difference in tested.values() if difference), None):
+                cells = [cell for key in keys for cell in difference_cells(results.metrics[key], tested[key])]
+                rows.append([formats.diversity(diversity), str(first.n), *cells])
         if rows:
             sections.append((arm_title(arm), rows))
-    families = [comparison for tested in compared for comparison in tested.values()]
-    return make_table(caption, columns, sections, _difference_note(results, families, reference))
+    columns: list[str | ReportColumn] = ["λ", "Pairs"]
+    columns += [
+        ReportColumn(label, results.metrics[key].difference_label) for key in keys for label in DIFFERENCE_COLUMNS
+    ]
+    return make_table(caption, columns, sections, _difference_note([d for d in shown if d.joint_interval]))
 
 
 def difference_cells(metric: Metric, difference: Difference | None) -> list[Cell]:
     """Cells of `DIFFERENCE_COLUMNS`."""
     if difference is None:
-        return [Cell(NONE)] * 3
+        return [Cell(NONE), Cell(NONE)]
     interval = Cell(difference.note, kind="text")
     if difference.joint_interval:
         interval = Cell(metric.interval(difference.joint_interval))
-    return [
-        Cell(metric.change(difference.mean), strong=difference.significant),
-        interval,
-        Cell(formats.p_value(difference.p), strong=difference.significant),
-    ]
+    return [Cell(metric.change(difference.mean), strong=difference.significant), interval]
 
 
-def _difference_note(results: Results, families: Sequence[Comparison], reference: ArmSummary | None) -> str:
-    tests = sorted({comparison.tests for comparison in families} - {0})
-    note = "Differences are paired by seed. "
-    if reference is None:
-        note = "Differences are paired: both sides have the same seed, and so the same initial weights. "
-    if not tests:
-        return note + "There are too few seeds, or no variation between them, for an interval."
-    if tests[-1] > 1:
-        number = formats.join([str(m) for m in tests]).replace(" and ", " or ")
-        note += (
-            "The intervals of one arm and column are joint 95 % intervals; p values are corrected likewise "
-            f"(Bonferroni, {number} λ). "
-        )
-    covered = {
-        key: {d.samples is not None for c in families if c.metric == key for d in c.differences if d.joint_interval}
-        for key in results.task.differences
-    }
-    whole = [results.metrics[key].noun for key, found in covered.items() if found == {True}]
-    if whole:
-        rest = "; all others cover seeds alone" if any(False in found for found in covered.values()) else ""
-        note += f"Intervals of {formats.join(whole)} cover new seeds and new test samples (crossed random effects)"
-        note += f"{rest}. "
-    else:
-        note += "Intervals cover new seeds alone, not new test samples. "
-    return note + "Bold: p below 0.05; the interval excludes 0."
+def _difference_note(tested: Sequence[Difference]) -> str:
+    if not tested:
+        return "There are too few seeds, or no variation between them, for an interval."
+    return (
+        "Differences are paired by seed. Intervals are corrected for the number of λ of an arm (Bonferroni, up to "
+        f"{max(d.tests for d in tested)}) and cover {interval_coverage(tested)}. Bold: the interval excludes 0."
+    )
 
 
-def search_differences(search: DiversitySearch) -> tuple[Difference, ...]:
-    """Return the paired differences of all candidates to λ=0."""
-    others = {diversity: values for diversity, values in search.scores.items() if diversity != 0}
-    return paired_differences(others, search.scores.get(0.0, {}))
+def interval_coverage(tested: Sequence[Difference]) -> str:
+    """Say what the intervals of tested differences cover."""
+    covered = {difference.samples is not None for difference in tested}
+    if covered == {False}:
+        return "new seeds alone"
+    return "new seeds and new test samples" + (" where these were recorded" if False in covered else "")
 
 
 def search_table(results: Results) -> ReportTable | None:
@@ -297,26 +252,20 @@ def search_table(results: Results) -> ReportTable | None:
     search = results.experiment.search
     if search is None or not search.scores:
         return None
-    metric, differences = results.metrics[search.metric], {d.diversity: d for d in search_differences(search)}
-    rows: list[list[str | Cell]] = []
+    others = {diversity: values for diversity, values in search.scores.items() if diversity != 0}
+    differences = {d.diversity: d for d in paired_differences(others, search.scores.get(0.0, {}))}
+    metric, rows = results.metrics[search.metric], list[Row]()
     for diversity, values in search.scores.items():
         chosen = diversity == search.chosen
-        tried = next((str(i) for i, diversities in enumerate(search.rounds, 1) if diversity in diversities), NONE)
-        rows.append(
-            [
-                Cell(f"{formats.diversity(diversity)}{' (chosen)' if chosen else ''}", strong=chosen),
-                tried,
-                str(len(values)),
-                Cell(metric.mean_sd(summarize(list(values.values()))), strong=chosen),
-                *difference_cells(metric, differences.get(diversity)),
-            ]
-        )
-    columns: list[str | ReportColumn] = ["λ", "Round", "Seeds", metric.label]
+        label = Cell(f"{formats.diversity(diversity)}{' (chosen)' if chosen else ''}", strong=chosen)
+        score = Cell(metric.mean_sd(summarize(list(values.values()))), strong=chosen)
+        rows.append([label, str(len(values)), score, *difference_cells(metric, differences.get(diversity))])
+    columns: list[str | ReportColumn] = ["λ", "Seeds", metric.label]
     columns += [ReportColumn(label, "Against λ=0") for label in DIFFERENCE_COLUMNS]
     note = (
         f"Scores on the {search.split} data, mean ± standard deviation over seeds. Differences are paired by seed; "
-        "their intervals are joint 95 % intervals over seeds alone. The score of the best λ is "
-        f"biased by the choice; the gain of {at(search.chosen if search.best is None else search.best)} is measured "
-        "with other seeds on the test data."
+        "their intervals are joint 95 % intervals over seeds alone. The score of the best λ is biased by the choice; "
+        f"the gain of {at(search.chosen if search.best is None else search.best)} is measured with other seeds on the "
+        "test data."
     )
     return make_table("Candidates for λ", columns, [("", rows)], note)

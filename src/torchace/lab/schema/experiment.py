@@ -6,18 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -32,14 +30,11 @@ from torchace.lab.schema.hyperparameters import (
     Seed,
     Share,
     Width,
-    move_learning_rate,
 )
-from torchace.lab.schema.reading import describe_error
+from torchace.lab.schema.reading import DATA_NAME, GIVEN, OPTIMIZER_NAME, describe_error
 from torchace.lab.schema.results import PaperTable, RunKey
 from torchace.lab.schema.values import AXES
 
-DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
-GIVEN = "given"  # data given to `torchace.sweep` as objects
 BRANCH_AT = "stage3"  # of a ResNet
 OPTIMIZERS = ("sgd", "adam", "adamw")
 
@@ -63,25 +58,18 @@ def _check_distinct(values: list[Any]) -> list[Any]:
 
 Distinct = (Field(min_length=1), AfterValidator(_check_distinct))
 Diversities = Annotated[list[Fraction], *Distinct]
-_by_type = Discriminator(lambda value: "many" if isinstance(value, list) else "one")
-_One, _Many = Tag("one"), Tag("many")
+T = TypeVar("T")
 # one number, or a list of numbers: an axis of the grid of runs
-PositiveAxis = Annotated[Annotated[Positive, _One] | Annotated[list[Positive], *Distinct, _Many], _by_type]
-NonNegativeAxis = Annotated[Annotated[NonNegative, _One] | Annotated[list[NonNegative], *Distinct, _Many], _by_type]
-ShareAxis = Annotated[Annotated[Share, _One] | Annotated[list[Share], *Distinct, _Many], _by_type]
-
-
-def _check_data_name(name: str) -> str:
-    if name not in (*DATASETS, GIVEN):
-        known = ", ".join(repr(one) for one in DATASETS[:-1])
-        raise ValueError(f"expected {known} or {DATASETS[-1]!r}, but got {name!r}.")
-    return name
+Axis = Annotated[
+    Annotated[T, Tag("one")] | Annotated[list[T], *Distinct, Tag("many")],
+    Discriminator(lambda value: "many" if isinstance(value, list) else "one"),
+]
 
 
 class DataSection(Section):
     """The data: a built-in set, a function that returns (train, test), a file, or objects given from Python."""
 
-    name: Annotated[str, AfterValidator(_check_data_name)] = "digits"
+    name: Annotated[str, Field(pattern=DATA_NAME)] = "digits"
     factory: ObjectName | None = None
     arguments: dict[str, Any] = {}  # of the factory
     file: str | None = None  # .npz, .csv or .parquet
@@ -105,11 +93,9 @@ class DataSection(Section):
         sources = ["name", *given] if self.name != "digits" else given
         if len(sources) > 1:
             raise ValueError(f"expected one source of data, but got {' and '.join(f'`{key}`' for key in sources)}.")
-        if self.arguments and self.factory is None:
-            raise ValueError("`arguments` need `factory`, the function that returns the data.")
-        for key in ("test_file", "validation_file"):
-            if getattr(self, key) is not None and self.file is None:
-                raise ValueError(f"`{key}` needs `file`, the data file.")
+        for key, needed in (("arguments", "factory"), ("test_file", "file"), ("validation_file", "file")):
+            if getattr(self, key) and getattr(self, needed) is None:
+                raise ValueError(f"`{key}` needs `{needed}`, the source of the data.")
         if self.target is not None and not sources:
             raise ValueError("`target` needs `file` or `factory`, the source of the data.")
         if self.task != "classification" and not (set(sources) - {"name"} or self.name == GIVEN):
@@ -148,9 +134,7 @@ class ModelSection(Section):
             if self.network == "resnet" and self.depth % 6 != 2:
                 raise ValueError(f"expected a ResNet depth of 6n + 2 (20, 32, 44, 56, 110), but got {self.depth}.")
             if self.kind == "branch" and self.network == "mlp" and self.at == BRANCH_AT:
-                raise ValueError(
-                    "a branched MLP needs `at`, the first separate layer of each member, such as 'linear2'."
-                )
+                raise ValueError("a branched MLP needs `at`, the first separate layer, such as 'linear2'.")
             if self.network == "resnet" and self.dropout:
                 raise ValueError("a CIFAR ResNet has no dropout: remove `dropout`, or use network = 'mlp'.")
         if self.arguments and self.factory is None:
@@ -177,56 +161,43 @@ class TrainSection(Section):
     steps: Count | None = None
     batch_size: Count = 128
     batches: Batches = "shared"
-    optimizer: str = "adam"  # "sgd", "adam", "adamw" or the name of a class or function, such as "torch.optim:RMSprop"
+    optimizer: Annotated[str, Field(pattern=OPTIMIZER_NAME)] = "adam"
     optimizer_arguments: dict[str, Any] = {}
-    learning_rate: PositiveAxis = 1e-3
+    learning_rate: Axis[Positive] = 1e-3
     momentum: Share = 0.9
     nesterov: bool = False
-    weight_decay: NonNegativeAxis = 0.0
+    weight_decay: Axis[NonNegative] = 0.0
     schedule: Literal["constant", "step", "cosine"] = "constant"
     milestones: list[Count] = []
     decay: Positive = 0.1
     warmup_steps: Seed = 0
     warmup_learning_rate: Positive | None = None
     diversity_warmup_epochs: NonNegative = 0.0
-    label_smoothing: ShareAxis = 0.0
+    label_smoothing: Axis[Share] = 0.0
     patience: Count | None = None  # epochs without improvement on validation data; None: no early stopping
     metrics: list[ObjectName] = []  # functions of logits (K, N, C) and target
     detach_others: bool = True
     precision: Literal["float32", "float64", "bf16"] = "float32"
     compile: Literal[True, False, "auto"] = "auto"  # "auto": for long trainings on a GPU
 
-    @model_validator(mode="before")
-    @classmethod
-    def _move_learning_rate(cls, content: Any) -> Any:
-        return move_learning_rate(content, {key: field.default for key, field in cls.model_fields.items()})
-
-    @field_validator("optimizer")
-    @classmethod
-    def _check_optimizer(cls, name: str) -> str:
-        if name not in OPTIMIZERS and ":" not in name:
-            known = ", ".join(repr(known) for known in OPTIMIZERS)
-            raise ValueError(f"expected {known} or a class such as 'torch.optim:RMSprop', but got {name!r}.")
-        return name
-
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if "lr" in self.optimizer_arguments:
+            raise ValueError("`optimizer_arguments` has `lr`; give it as `learning_rate`.")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("expected `epochs` or `steps`, but got both.")
         if self.schedule == "step" and not self.milestones:
             raise ValueError("schedule = 'step' needs `milestones`, the steps at which the learning rate decays.")
         if self.schedule != "step" and self.milestones:
             raise ValueError(f"`milestones` need schedule = 'step', but got schedule = {self.schedule!r}.")
-        if any(later <= earlier for earlier, later in zip(self.milestones, self.milestones[1:], strict=False)):
+        if sorted(set(self.milestones)) != self.milestones:
             raise ValueError(f"expected ascending `milestones`, but got {self.milestones}.")
         if self.warmup_learning_rate is not None and not self.warmup_steps:
             raise ValueError("`warmup_learning_rate` needs `warmup_steps`.")
         if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
             raise ValueError("nesterov = true needs optimizer = 'sgd' and a momentum above 0.")
         if self.batches == "exchanged" and not self.detach_others:
-            raise ValueError(
-                "batches = 'exchanged' needs detach_others = true: other members' predictions have no gradient."
-            )
+            raise ValueError("batches = 'exchanged' needs detach_others = true: the others' predictions are constants.")
         return self
 
 
@@ -235,8 +206,7 @@ class SweepSection(Section):
 
     diversities: Diversities = [0.0, 0.1, 0.3, 0.5, 0.7]
     seeds: Annotated[list[Seed], *Distinct] = [0, 1, 2, 3, 4]
-    # maximum size of a run group; formerly `cohort_size`
-    group_size: Count | None = Field(default=None, validation_alias=AliasChoices("group_size", "cohort_size"))
+    group_size: Count | None = None  # maximum size of a run group
     keep_weights: Literal[True, False, "auto"] = "auto"  # "auto": where all runs together take at most 256 MiB
 
 
@@ -366,13 +336,16 @@ class Experiment(Section):
             "name": arm.name,
             "label": arm.label or arm.name.replace("_", " "),
             "baseline": arm.baseline,
-            "data": _validate(DataSection, _merge(self.data, arm.data, _SOURCES), (*place, "data")),
-            "model": _validate(ModelSection, _merge(self.model, arm.model, _NETWORKS), (*place, "model")),
-            "train": _validate(TrainSection, {**train, **arm.train}, (*place, "train")),
+            "data": _merge(self.data, arm.data, _SOURCES),
+            "model": _merge(self.model, arm.model, _NETWORKS),
+            "train": {**train, **arm.train},
             "diversities": self.sweep.diversities if arm.diversities is None else arm.diversities,
             "cell": cell,
         }
-        return _validate(Arm, content, place)
+        try:
+            return Arm.model_validate(content)
+        except ValidationError as error:
+            raise ValueError(describe_error(error, Arm, place)) from error
 
 
 # keys of an arm that replace all of the common section's keys for the same purpose
@@ -387,11 +360,3 @@ def _merge(section: Section, arm: Mapping[str, Any], keys: tuple[set[str], set[s
     """Return a section's settings, replaced by those of an arm."""
     source, replaced = keys
     return {**section.model_dump(exclude=replaced if source & set(arm) else set()), **arm}
-
-
-def _validate(model: type[Section], content: dict[str, Any], place: tuple[int | str, ...]) -> Any:
-    """Validate a section of an arm; errors include its place in the file."""
-    try:
-        return model(**content)
-    except ValidationError as error:
-        raise ValueError(describe_error(error, model, place)) from error

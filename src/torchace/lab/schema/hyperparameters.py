@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from torchace.lab.schema.reading import capitalize, describe_error
+from torchace.lab.schema.reading import OBJECT_NAME, capitalize, describe_error
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -20,14 +20,7 @@ NumMembers = Annotated[int, Field(ge=1, le=10_000)]
 Batches = Literal["shared", "separate", "exchanged"]
 
 
-def _check_object_name(name: str) -> str:
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise ValueError(f"expected the name of an object, such as 'package.module:function', but got {name!r}.")
-    return name
-
-
-ObjectName = Annotated[str, AfterValidator(_check_object_name)]  # "package.module:function"
+ObjectName = Annotated[str, Field(pattern=OBJECT_NAME)]  # "package.module:function"
 
 
 class Hyperparameters(BaseModel):
@@ -78,19 +71,6 @@ def check_hyperparameters(name: Callable[[str], str], **values: Any) -> Hyperpar
         return Hyperparameters(**values)
     except ValidationError as error:
         raise ValueError(capitalize(describe_error(error, Hyperparameters, name=name))) from None
-
-
-def move_learning_rate(content: Any, defaults: Mapping[str, Any]) -> Any:
-    """Return training settings with `lr` of the optimizer's arguments as their learning rate."""
-    arguments = content.get("optimizer_arguments") if isinstance(content, dict) else None
-    if not isinstance(arguments, dict):
-        return content
-    for key, name in {"learning_rate": "lr", "weight_decay": "weight_decay"}.items():
-        if name in arguments and content.get(key, defaults[key]) not in (defaults[key], arguments[name]):
-            raise ValueError(f"`{key}` and `optimizer_arguments` have different values of `{name}`; give one.")
-    own = {key: value for key, value in arguments.items() if key != "lr"}
-    rate = {"learning_rate": arguments["lr"]} if "lr" in arguments else {}
-    return {**content, **rate, "optimizer_arguments": own}
 
 
 def to_python(value: Any) -> Any:

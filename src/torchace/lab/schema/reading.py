@@ -10,30 +10,38 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from torchace._files import CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded
+from torchace._files import CHECKSUM, is_unchanged, read_json
 from torchace.lab.schema.results import FORMAT, ResultFile
 
 TAGS = ("one", "many")  # of a value that may be a list
-PATTERNS = {r"^[a-z0-9_]+$": "lowercase letters, digits and underscores"}
+DATASETS, GIVEN = ("digits", "mnist", "fashion_mnist", "cifar10"), "given"  # given: as objects, in Python
+DATA_NAME = f"^({'|'.join(DATASETS)}|{GIVEN})$"
+OBJECT_NAME, OPTIMIZER_NAME = r"^.+:.+$", r"^(sgd|adam|adamw|.+:.+)$"
+PATTERNS = {
+    r"^[a-z0-9_]+$": "lowercase letters, digits and underscores",
+    DATA_NAME: "'digits', 'mnist', 'fashion_mnist' or 'cifar10'",
+    OBJECT_NAME: "the name of an object, such as 'package.module:function'",
+    OPTIMIZER_NAME: "'sgd', 'adam', 'adamw' or a class such as 'torch.optim:RMSprop'",
+}
 # expected value by pydantic's error type
-EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
-    "int_type": lambda c: "a whole number",
-    "int_from_float": lambda c: "a whole number",
-    "float_type": lambda c: "a number",
-    "finite_number": lambda c: "a finite number",
-    "bool_type": lambda c: "true or false",
-    "string_type": lambda c: "text in quotes",
-    "list_type": lambda c: "a list",
-    "dict_type": lambda c: "a section",
-    "model_type": lambda c: "a section",
-    "greater_than": lambda c: f"more than {c['gt']:g}",
-    "greater_than_equal": lambda c: f"at least {c['ge']:g}",
-    "less_than": lambda c: f"less than {c['lt']:g}",
-    "less_than_equal": lambda c: f"at most {c['le']:g}",
-    "literal_error": lambda c: c["expected"],
-    "too_short": lambda c: "a list with at least one value",
-    "string_too_long": lambda c: f"at most {c['max_length']} characters",
-    "string_pattern_mismatch": lambda c: PATTERNS.get(c["pattern"], "letters, digits, '_', '.' and '-'"),
+EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "list_type": "a list",
+    "dict_type": "a section",
+    "model_type": "a section",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "{expected}",
+    "too_short": "a list with at least one value",
+    "string_too_long": "at most {max_length} characters",
+    "string_pattern_mismatch": "letters, digits, '_', '.' and '-'",
 }
 
 
@@ -61,8 +69,8 @@ def describe_error(
         return f"expected a value for {where}, but there is none."
     got = repr(first["input"])
     got = "a section" if isinstance(first["input"], dict) else got if len(got) <= 60 else f"{got[:57]}..."
-    if kind in EXPECTED:
-        return f"expected {where} to be {EXPECTED[kind](context)}, but got {got}."
+    if expected := PATTERNS.get(context.get("pattern", "")) or EXPECTED.get(kind):
+        return f"expected {where} to be {expected.format(**context)}, but got {got}."
     return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, but got {got}."
 
 
@@ -91,9 +99,7 @@ def _keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
 File = TypeVar("File", bound=ResultFile)
 
 # control characters, bidirectional marks, surrogates
-_HIDDEN = "\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
-_UNPRINTABLE = re.compile(f"[\x00-\x1f{_HIDDEN}]")
-_ESCAPED_OR_HIDDEN = re.compile(rf"[\\{_HIDDEN}]")
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class ResultFileError(ValueError):
@@ -115,9 +121,7 @@ def read_result(path: Path, model: type[File], name: str = "") -> File:
     """Read and validate a result file; `name` is its name in errors, by default `path.name`."""
     name = name or path.name
     try:
-        data = read_bounded(path, JSON_BYTES)
-        parsed = parse_json(data)
-        text = data.decode()
+        content = read_json(path)
     except FileNotFoundError:
         folder = str(path).removesuffix(name) or "."
         raise ResultFileError(
@@ -127,14 +131,14 @@ def read_result(path: Path, model: type[File], name: str = "") -> File:
         raise ResultFileError(f"Could not read {name}: {error.strerror}.") from None
     except ValueError:
         raise ResultFileError(f"Expected JSON in {name}, but the file is damaged or has another format.") from None
-    if not isinstance(parsed, dict):
-        raise ResultFileError(f"Expected an object in {name}, but got {printable(repr(parsed)[:40])}.")
-    if CHECKSUM in parsed and not is_unchanged(parsed):  # earlier versions wrote none
+    if not isinstance(content, dict):
+        raise ResultFileError(f"Expected an object in {name}, but got {repr(content)[:40]}.")
+    if CHECKSUM in content and not is_unchanged(content):  # earlier versions wrote none
         raise ResultFileError(f"{name} was changed after it was written: its SHA-256 differs.")
-    if (version := parsed.get("format")) != FORMAT:
-        got = printable(repr(version)[:40])
+    if (version := content.get("format")) != FORMAT:
+        got = repr(version)[:40]
         raise ResultFileError(f"Expected format {FORMAT} in {name}, but got {got}. Use the torchace that wrote it.")
     try:
-        return model.model_validate(printable(parsed) if _ESCAPED_OR_HIDDEN.search(text) else parsed)
+        return model.model_validate(printable(content))
     except ValidationError as error:
         raise ResultFileError(f"{name} is damaged: {describe_error(error, model)}") from None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from torchace._files import with_checksum
@@ -128,12 +128,6 @@ class RunResult(ResultFile):
         splits = {} if self.metrics is None else dict(self.metrics)
         return {split: scores.values for split, scores in splits.items() if scores is not None}
 
-    @property
-    def members(self) -> tuple[float, ...]:
-        """Each member's accuracy or MSE on the test set, else on the validation set."""
-        scored = self.metrics and (self.metrics.test or self.metrics.validation)
-        return scored.members if scored else ()
-
 
 @dataclass(frozen=True)
 class RunKey:
@@ -171,10 +165,6 @@ class GroupPlan:
     runs: Annotated[tuple[RunKey, ...], Field(min_length=1)]
     compile: Annotated[bool, Field(strict=True)] = False  # fixed, so that a run resumes the same way
 
-    def __post_init__(self) -> None:
-        if len({run.arm for run in self.runs}) != 1:
-            raise ValueError("expected all runs of a group to have the same arm.")
-
     @property
     def arm(self) -> str:
         """Name of the arm."""
@@ -185,12 +175,6 @@ class PlanFile(ResultFile):
     """The planned run groups: `jobs.json`."""
 
     jobs: Items[GroupPlan]
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        if len({group.id for group in self.jobs}) < len(self.jobs):
-            raise ValueError("expected distinct names of groups.")
-        return self
 
 
 # -- the experiment ----------------------------------------------------------------------------------------------------
@@ -242,10 +226,6 @@ class DataSummary(ResultModel):
     notes: Items[str] = ()
     table: TableSummary | None = Field(default=None, alias="schema")
 
-    def has_same_test_set(self, other: DataSummary) -> bool:
-        """Whether name, size and classes of the test sets are equal."""
-        return (self.name, self.test, self.classes) == (other.name, other.test, other.classes)
-
 
 class ArmSummary(ResultModel):
     """An arm of an experiment; a fit has one arm, its model."""
@@ -263,7 +243,6 @@ class ArmSummary(ResultModel):
     cell: dict[str, str] = {}  # values on the axes of the experiment's grid
     # set by the report, which makes an arm for each combination of values
     variant_of: str = ""
-    base_label: str = ""
     settings: dict[str, Number] = {}
     baseline: bool = False
     data: DataSummary | None = None  # None: the experiment's
@@ -283,12 +262,6 @@ class PaperRow(ResultModel):
     cross_entropy: Annotated[Number, Field(ge=0)] | None = None
     member_accuracy: Diversity | None = None
     member_cross_entropy: Annotated[Number, Field(ge=0)] | None = None
-
-    @property
-    def title(self) -> str:
-        """The label, or else K and λ."""
-        diversity = "" if self.diversity is None else f", λ={self.diversity:g}"
-        return self.label or f"K={self.num_members}{diversity}"
 
     @property
     def values(self) -> dict[str, float]:

@@ -29,8 +29,7 @@ Measured = Annotated[Number | None, BeforeValidator(_drop_not_finite)]  # None: 
 
 RESULT_CONFIG = ConfigDict(frozen=True, strict=True, populate_by_name=True)  # unknown keys are ignored
 
-
-# with their abbreviation in file names
+# axes of a sweep other than λ and seed, with their abbreviation in file names
 AXES = {"learning_rate": "lr", "weight_decay": "wd", "label_smoothing": "ls"}
 
 

@@ -19,9 +19,9 @@ from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 from torch import nn
 
-from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
+from torchace.lab.schema.experiment import Experiment, TrainSection
 from torchace.lab.schema.hyperparameters import to_python
-from torchace.lab.schema.reading import capitalize, describe_error, did_you_mean
+from torchace.lab.schema.reading import GIVEN, capitalize, describe_error, did_you_mean
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.callbacks import make_callbacks
 from torchace.lab.sweeps.config import Components, ConfigError, check_arguments, import_object

@@ -18,7 +18,8 @@ from torchace.lab.data.batches import BatchTransform
 from torchace.lab.data.map_datasets import StreamedBatches, StreamedSplit
 from torchace.lab.data.own_data import DataOptions, make_dataset, read_data_file
 from torchace.lab.data.splits import Inputs, input_tensors, map_inputs, random_split
-from torchace.lab.schema.experiment import GIVEN, Arm, DataSection
+from torchace.lab.schema.experiment import Arm, DataSection
+from torchace.lab.schema.reading import GIVEN
 from torchace.lab.schema.results import DataSummary
 from torchace.lab.sweeps.config import Components, ConfigError
 from torchace.lab.sweeps.fingerprint import object_name, tensor_digest

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torchace._extras import import_extra
 from torchace._figures import LIGHT, WIDTH
 from torchace.lab.report import Results, read_results, write_report
+from torchace.lab.report.findings import headline
 from torchace.lab.report.formats import capitalize, count, join
-from torchace.lab.report.gains import axis_findings, headline
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.statistics import comparable_means, compare, paired_differences
 from torchace.lab.report.tables import summarize_metric
@@ -211,7 +211,7 @@ def _sentences(results: Results) -> list[str]:
     sentences = list(found)
     if len(results.arms) > 1:
         sentences = [f"{capitalize('; '.join(found[text]))}: {text}" for text in sentences]
-    return [*sentences, *(f"{finding.topic}: {finding.text}" for finding in axis_findings(results))]
+    return sentences
 
 
 def _index(results: Results) -> list[str]:

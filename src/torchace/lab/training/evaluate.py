@@ -148,7 +148,6 @@ class Evaluator:
         self._samples = 0
         self._losses: list[Tensor] = []  # cross entropy per sample
         self._errors: list[Tensor] = []  # misclassified, per sample
-        self._differ = torch.zeros(())  # (K, K): samples with different votes
         # degree, index, target, votes (n, K), probabilities (n, C)
         self._contested: list[Tensor] = []
 
@@ -180,7 +179,6 @@ class Evaluator:
         else:
             self._losses.append(losses.float())
             self._errors.append(errors.to(torch.uint8))
-        self._differ = self._differ.to(votes.device) + (votes[:, None] != votes[None]).sum(2)
         # mutual information breaks ties
         degree = disagreement(logits, reduction="none") + 1e-3 * mutual_information(logits, reduction="none")
         index = torch.arange(self._samples, self._samples + len(target), device=target.device)
@@ -202,7 +200,6 @@ class Evaluator:
             "reliability_count": counts,
             "reliability_confidence": confidence,
             "reliability_correct": correct,
-            "disagreement_matrix": self._differ.double() / self._samples,
             "sample_cross_entropy": torch.cat(self._losses),
             "sample_error": torch.cat(self._errors),
         }
@@ -272,14 +269,10 @@ def evaluate_regression(predictions: Tensor, target: Tensor) -> Evaluation:
         "ambiguity": spread.square().mean().item(),  # member_mse - mse
         "members": member_mse.tolist(),
     }
-    centered = errors - errors.mean(1, keepdim=True)
-    size = centered.square().sum(1).sqrt()
-    correlation = centered @ centered.T / (size[:, None] * size).clamp_min(torch.finfo(torch.float64).tiny)
     arrays = {
         "predicted": mean[:MAX_POINTS],
         "observed": target[:MAX_POINTS],
         "spread": spread[:MAX_POINTS],
-        "residual_correlation": correlation,
     }
     return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})
 
