@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchace._extras import missing_extra
 from torchace._figures import STYLE, FigureSpec, render_svg
-from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
+from torchace._files import write_atomic
 from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
 from torchace.lab.report.findings import Finding, Headline, advice, findings, remarks
@@ -151,11 +151,6 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
         ResultFileError: `experiment.json` cannot be read, or `out` cannot be written.
     """
     results = read_results(directory)
-    if out is None:
-        try:
-            refuse_links(Path(directory), ["report"])
-        except PathError as error:
-            raise ResultFileError(str(error)) from None
     svgs = {spec.name: render_svg(spec) for spec in figures(results)}
     folder = Path(directory) / "report" if out is None else Path(out)
     files = {f"{name}.svg": svg.replace(">", f"><style>{STYLE}</style>", 1).encode() for name, svg in svgs.items()}
@@ -163,7 +158,6 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            remove_abandoned(folder / name)
             write_atomic(folder / name, content)
     except OSError as error:
         raise ResultFileError(f"Could not write the report to {folder}: {error.strerror or error}.") from error

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace._files import ARRAYS_BYTES, read_bounded
 from torchace.lab.report.formats import count, quantity
 from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, choose_units, with_own_metrics
 from torchace.lab.schema.reading import ResultFileError, read_result
@@ -310,7 +309,7 @@ def read_arrays(path: Path, sha256: str | None = None) -> dict[str, Array]:
     if sha256 is None and not path.exists():
         return {}
     try:
-        data = read_bounded(path, ARRAYS_BYTES)
+        data = path.read_bytes()
         if sha256 not in (None, hashlib.sha256(data).hexdigest()):
             raise ResultFileError(f"{name} was changed after it was written: its SHA-256 differs.")
         arrays: dict[str, Array] = load(data)

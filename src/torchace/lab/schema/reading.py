@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from torchace._files import CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded
+from torchace._files import CHECKSUM, is_unchanged
 from torchace.lab.schema.results import FORMAT, ResultFile
 
 TAGS = ("one", "many")  # of a value that may be a list
@@ -115,8 +116,8 @@ def read_result(path: Path, model: type[File], name: str = "") -> File:
     """Read and validate a result file; `name` is its name in errors, by default `path.name`."""
     name = name or path.name
     try:
-        data = read_bounded(path, JSON_BYTES)
-        parsed = parse_json(data)
+        data = path.read_bytes()
+        parsed = json.loads(data)
         text = data.decode()
     except FileNotFoundError:
         folder = str(path).removesuffix(name) or "."
