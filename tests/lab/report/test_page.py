@@ -193,16 +193,6 @@ def test_figures_differ_by_theme_and_leave_matplotlib_alone(single_seed: Path) -
     assert dict(matplotlib.rcParams) == before
 
 
-def test_a_report_is_not_written_elsewhere(single_seed: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    shutil.copytree(single_seed, directory, ignore=shutil.ignore_patterns("report"))
-    (tmp_path / "mine").mkdir()
-    (directory / "report").symlink_to(tmp_path / "mine")
-    with pytest.raises(ResultFileError, match="report is a symbolic link"):
-        write_report(directory)
-    assert list((tmp_path / "mine").iterdir()) == []
-
-
 def test_no_module_of_the_report_imports_torch() -> None:
     root = PACKAGE.parents[1]
     names = ("_extras", "_files", "_figures", "_statistics")
