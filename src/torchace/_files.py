@@ -49,11 +49,14 @@ def read_npz(path: StrPath, names: Collection[str] | None = None) -> dict[str, N
     """Read the named arrays of an NPZ file, as far as present, or all; raises `OSError` or `ValueError` (damaged)."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files if names is None or name in names}
+            arrays = {name: archive[name] for name in archive.files if names is None or name in names}
     except (OSError, ValueError):
         raise
     except Exception as error:  # of zipfile, zlib and numpy's header reader
         raise ValueError(str(error) or "it is no NPZ file") from error
+    if other := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise ValueError(f"{other[0]!r} is not an array")
+    return arrays
 
 
 def error_reason(error: BaseException) -> str:

@@ -28,7 +28,7 @@ def npz_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as error:
         reason = error_reason(error)
         raise DataError(f"{path} is a damaged NPZ file ({reason}); copy or save it again.") from None
-    count = len(next(iter(arrays.values()), ()))
+    count = max((len(array) for array in arrays.values() if array.ndim), default=0)
     names: list[str] = []
     for name, array in arrays.items():
         if array.dtype.kind not in "biufMmSU" or array.ndim not in (1, 2) or len(array) != count:
@@ -42,7 +42,10 @@ def npz_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
     for start in range(0, count, rows):
         blocks = [array[start : start + rows] for array in arrays.values()]
         matrices = [block[:, None] if block.ndim == 1 else block for block in blocks]
-        columns = [_column(matrix[:, i]) for matrix in matrices for i in range(matrix.shape[1])]
+        try:
+            columns = [_column(matrix[:, i]) for matrix in matrices for i in range(matrix.shape[1])]
+        except UnicodeDecodeError:
+            raise DataError(f"{path} is a damaged NPZ file (text is not UTF-8); save it again.") from None
         yield dict(zip(names, columns, strict=True))
 
 
