@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -91,16 +92,18 @@ def write_atomic(path: Path, data: bytes) -> None:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary name that is renamed to `path` when the block ends without an error; see `write_atomic`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_directory(path.parent)
+        fsync_directory(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def fsync_directory(directory: Path) -> None:
@@ -109,8 +112,10 @@ def fsync_directory(directory: Path) -> None:
         return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems cannot flush directories
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot flush directories
+            raise
     finally:
         os.close(descriptor)
 
