@@ -233,6 +233,8 @@ class DiversitySchedule(Callback):
         _checks.check_diversity(start)
         if callable(diversity) and (warmup or start):
             raise ValueError("Expected no `warmup` or `start` with a function; let the function return them.")
+        if start and not warmup:
+            raise ValueError(f"Expected a `warmup` with start={start}, but got none. Give warmup=...")
         if not callable(diversity):
             _checks.check_diversity(diversity)
         self.diversity, self.start, self.warmup, self.interval = diversity, start, warmup, interval
