@@ -3,7 +3,6 @@
 # make test-all  adds the linters, and the tests with servers, browsers, other frameworks, real data
 # make docs   the documentation, into site/
 # make dist   the wheel and the source archive, into dist/
-# make fuzz       4,400 changed files of every format: refused in one sentence, or harmless
 # make bench  the CPU benchmarks, on quiet cores
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -18,7 +17,7 @@ lowest := $(shell sed -n 's/^dependencies = .*"torch>=\([0-9.]*\)".*/\1/p' pypro
 endif
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test test-all test-extended lint fuzz docs bench dist clean
+.PHONY: demo test test-all test-extended lint docs bench dist clean
 
 demo: $(VENV)/.tool
 	$(BIN)/torchace run demo
@@ -39,9 +38,6 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-
-fuzz: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzzing --count 200
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

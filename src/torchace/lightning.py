@@ -165,11 +165,6 @@ class ACEModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """Return the optimizer, and the scheduler if there is one."""
         optimizer = self.optimizer_factory(self.ensemble.parameters())
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"Expected `optimizer_factory` to return an optimizer, but got {type(optimizer).__name__}. "
-                "Write partial(torch.optim.Adam, lr=1e-3)."
-            )
         if self.scheduler_factory is None:
             return optimizer
         scheduler = self.scheduler_factory(optimizer)
@@ -182,12 +177,8 @@ class ACEModule(LightningModule):
         checkpoint["torchace"] = {"diversity": float(self.loss.diversity)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore λ, and member weights of older checkpoints."""
-        saved = checkpoint.get("torchace", {})
-        if "diversity" in saved:
-            self.loss.set_diversity(saved["diversity"])
-        if "member_weights" in saved:
-            self.ensemble.set_member_weights(saved["member_weights"])
+        """Restore λ."""
+        self.loss.set_diversity(checkpoint["torchace"]["diversity"])
 
     def _logits_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
         args, kwargs, target = self.split_batch(batch)
@@ -240,13 +231,12 @@ class DiversitySchedule(Callback):
         _checks.check_count(warmup, "warmup", least=0)
         _checks.check_choice(interval, "interval", INTERVALS)
         _checks.check_diversity(start)
-        if callable(diversity):
-            if warmup or start:
-                raise ValueError("Expected no `warmup` or `start` with a function; let the function return them.")
-        else:
+        if callable(diversity) and (warmup or start):
+            raise ValueError("Expected no `warmup` or `start` with a function; let the function return them.")
+        if start and not warmup:
+            raise ValueError(f"Expected a `warmup` with start={start}, but got none. Give warmup=...")
+        if not callable(diversity):
             _checks.check_diversity(diversity)
-            if start and not warmup:
-                raise ValueError(f"Expected a `warmup` with start={start}, but got none. Give warmup=...")
         self.diversity, self.start, self.warmup, self.interval = diversity, start, warmup, interval
 
     def at(self, time: int) -> float:

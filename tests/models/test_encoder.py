@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.saved_models import one_sentence, reseal, set_in, state
-from torchace.models import TableEncoder, build, count_layers, mlp, table_encoder
+from tests.support.saved_models import state
+from torchace.models import TableEncoder, build, mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.saving import ModelFileError, load_model, load_weights, save_model
 
@@ -170,65 +170,15 @@ def test_description():
     assert {name: tensor.shape for name, tensor in again.state_dict().items()} == {
         name: tensor.shape for name, tensor in made.state_dict().items()
     }
-    assert count_layers(made.architecture) == 1
     assert again(RAW).shape == (4, 10)  # of statistics that are yet to come
     assert repr(made) == "TableEncoder(num_columns=4, num_numbers=2, num_ramps=2, num_indicators=1, num_codes=5)"
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (0, 1, 0, 0),
-        (1, 0, 0, 0, 0),
-        (1, -1, 0, 0),
-        (1, 1.0, 0, 0),
-        (True, 1, 0, 0),
-        ("1", 1, 0, 0),
-        (1, 1, -1, 0),
-        (1, 1, 0, None),
-    ],
-)
-def test_sizes_are_checked(sizes):
-    with pytest.raises((ValueError, TypeError), match="Expected"):
-        table_encoder(*sizes)
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a deviation of 0": ({"scale": [1.0, 0.0]}, "`scale`"),
-    "a negative deviation": ({"scale": [1.0, -1.0]}, "`scale`"),
-    "a deviation of NaN": ({"scale": [1.0, NAN]}, "`scale`"),
-    "an infinite mean": ({"center": [1.0, float("inf")]}, "`center`"),
-    "a mean too many": ({"center": [1.0, 2.0, 3.0]}, "`center`"),
-    "a ramp of no width": ({"width": [1.0, 0.0]}, "`width`"),
-    "a code too few": ({"codes": [0]}, "`codes`"),
-    "a code of NaN": ({"codes": [0, 1, 2, 0, NAN]}, "`codes`"),
-    "a column that is not there": ({"number_columns": [0, 4]}, "`number_columns`"),
-    "a negative column": ({"code_columns": [1, 1, 1, 3, -1]}, "`code_columns`"),
-    "an indicator of nothing": ({"indicator_columns": [9]}, "`indicator_columns`"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_values_are_checked(name):
-    changed, words = WRONG[name]
-    with pytest.raises(ValueError, match=words):
-        encoder(**changed)
-
-
-@pytest.mark.parametrize("name", [name for name in WRONG if "too" not in name])
-def test_values_are_checked_when_loaded(name):
-    changed, words = WRONG[name]
-    (key, values), made = next(iter(changed.items())), encoder()
-    saved = {**made.state_dict(), key: torch.tensor(values, dtype=getattr(made, key).dtype)}
-    with pytest.raises(RuntimeError, match=words):
-        table_encoder(4, 2, 2, 1, 5).load_state_dict(saved)
-
-
-def test_types_are_checked_when_loaded():
-    made = encoder()
-    for key, dtype in (("center", torch.float32), ("number_columns", torch.int32)):
-        with pytest.raises(RuntimeError, match=key):
-            table_encoder(4, 2, 2, 1, 5).load_state_dict({**made.state_dict(), key: getattr(made, key).to(dtype)})
+def test_sizes_are_checked():
+    with pytest.raises(ValueError, match="at least one feature"):
+        TableEncoder(1)
+    with pytest.raises(RuntimeError, match="center"):
+        encoder(center=[1.0, 2.0, 3.0])
 
 
 # -- in an ensemble ----------------------------------------------------------------------------------------------------
@@ -283,46 +233,6 @@ def test_batches_of_each_member():
     own = made(torch.stack([RAW, RAW.flip(0)]), batches="separate")
     assert torch.equal(own[0], made(RAW)[0])
     assert torch.equal(own[1], made(RAW.flip(0))[1])
-
-
-HUGE = 10**9
-ABSURD: dict[str, Callable[[Any], None]] = {
-    "more columns than the weights are of": set_in("architecture", "trunk", "num_columns", to=3),
-    "other numbers": set_in("architecture", "trunk", "num_numbers", to=3),
-    "huge": set_in("architecture", "trunk", "num_codes", to=HUGE),
-    "beyond 64 bits": set_in("architecture", "trunk", "num_codes", to=10**40),
-    "negative": set_in("architecture", "trunk", "num_indicators", to=-1),
-    "a text": set_in("architecture", "trunk", "num_numbers", to="2"),
-    "a number with a point": set_in("architecture", "trunk", "num_numbers", to=2.0),
-    "another argument": set_in("architecture", "trunk", "center", to=[0.0]),
-    "an argument less": lambda manifest: manifest["architecture"]["trunk"].pop("num_columns"),
-    "another name": set_in("architecture", "trunk", "name", to="TableEncoder"),
-    "no name": lambda manifest: manifest["architecture"]["trunk"].pop("name"),
-    "none": set_in("architecture", "trunk", to=None),
-    "many": set_in("architecture", "trunk", to=[{"name": "table_encoder"}] * 1000),
-}
-
-
-@pytest.mark.parametrize("name", ABSURD)
-def test_damaged_descriptions_are_refused(tmp_path, name):
-    save_model(tmp_path / "model", ensemble())
-    load_model(tmp_path / "model")
-    reseal(tmp_path / "model", ABSURD[name])
-    with pytest.raises(ModelFileError) as caught:
-        load_model(tmp_path / "model")
-    one_sentence(caught.value)
-
-
-@pytest.mark.parametrize("key", ["scale", "number_columns"])
-def test_damaged_values_are_refused(tmp_path, key):
-    """A directory that fits in every size but holds what no table taught."""
-    made = ensemble()
-    with torch.no_grad():
-        getattr(made.trunk, key)[0] = -1
-    save_model(tmp_path / "model", made)
-    with pytest.raises(ModelFileError) as caught:
-        load_model(tmp_path / "model")
-    one_sentence(caught.value)
 
 
 def test_an_encoder_that_was_modified_is_not_described(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +110,10 @@ def test_a_merged_member_is_a_plain_model(case: tuple[nn.Module, Tensor], adapte
     assert ensemble(x).shape[0] == K
 
 
-@pytest.mark.parametrize("index", [3, -1, 1.0, True])
-def test_merge_needs_a_member(index: Any) -> None:
-    with pytest.raises((TypeError, ValueError, IndexError), match="member"):
-        adapt(mlp(), K).merge(index)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"adapter": "multiplicative"}, "Expected adapter='low_rank' for files of peft, but got 'multiplicative'"),
+        ({"adapter": "multiplicative", "freeze": True}, "Expected adapter='low_rank' for files of peft"),
         ({"adapter": "low_rank", "rank": 2}, "Expected a frozen model, as files of peft hold no shared weights"),
     ],
 )
@@ -160,20 +153,14 @@ ALTERED = {
     "rsLoRA": (lambda folder: edit(folder, use_rslora=True), "use_rslora=True, which cannot be loaded"),
     "ranks": (lambda folder: edit(folder, rank_pattern={"0": 4}), "rank_pattern=.* cannot be loaded"),
     "biases": (lambda folder: edit(folder, bias="all"), "bias='all', which cannot be loaded"),
-    "another kind": (lambda folder: edit(folder, peft_type="IA3"), "Expected an adapter of type LORA .* got 'IA3'"),
-    "rank of text": (lambda folder: edit(folder, r="2"), "r='2' and lora_alpha=5.0, which are not valid"),
-    "alpha of NaN": (lambda folder: edit(folder, lora_alpha=float("nan")), "lora_alpha=nan, which are not valid"),
-    "no configuration": (lambda folder: (folder / "adapter_config.json").unlink(), "There is no adapter_config.json"),
+    "another kind": (lambda folder: edit(folder, peft_type="IA3"), "Expected an adapter of type LORA"),
+    "no configuration": (lambda folder: (folder / "adapter_config.json").unlink(), "cannot be read"),
     "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), "cannot be read"),
     "a list": (lambda folder: (folder / "adapter_config.json").write_text("[]"), "Expected an adapter of type LORA"),
-    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "There is no adapter_model"),
+    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "cannot be read"),
     "cut": (
         lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}"),
-        "is not a safetensors file that can be read",
-    ),
-    "huge": (
-        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\0" * ((1 << 25) + 20_000)),
-        "cannot be read .*more than the limit",
+        "cannot be read",
     ),
 }  # fmt: skip
 
@@ -191,7 +178,7 @@ def test_altered_files_are_refused(kind: str, saved: tuple[nn.Module, list[Path]
 def test_a_pickle_is_never_read(saved: tuple[nn.Module, list[Path]]) -> None:
     model, folders = saved
     (folders[0] / "adapter_model.safetensors").rename(folders[0] / "adapter_model.bin")
-    with pytest.raises(ModelFileError, match=r"adapter_model\.bin is a pickle, which is never read"):
+    with pytest.raises(ModelFileError, match="pickles are never read"):
         load_adapters(model, folders)
 
 
@@ -201,10 +188,6 @@ def test_files_of_peft_have_no_checksum_but_are_checked(saved: tuple[nn.Module, 
     for folder in folders:
         strip_checksum(folder)
     assert torch.equal(load_adapters(model, folders).eval()(torch.ones(2, 4)), before)
-    data = (folders[0] / "adapter_model.safetensors").read_bytes()
-    (folders[0] / "adapter_model.safetensors").write_bytes(data[:-4] + struct.pack("<f", float("nan")))
-    with pytest.raises(ModelFileError, match="not finite"):
-        load_adapters(model, folders)
 
 
 def test_adapters_of_another_model_are_refused(saved: tuple[nn.Module, list[Path]], tmp_path: Path) -> None:
@@ -214,20 +197,15 @@ def test_adapters_of_another_model_are_refused(saved: tuple[nn.Module, list[Path
     load_adapters(model.double(), folders)  # another precision is the same model
     model.float()
     wide = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 6), nn.ReLU(), nn.Linear(6, 3))
-    with pytest.raises(
-        ModelFileError, match=r"does not fit the model: '0.lora_B.weight' has shape \(8, 2\), but .* \(9, 2\)"
-    ):
-        load_adapters(wide, folders)
-    with pytest.raises(ModelFileError, match="adapts the layer '0', which Linear does not have"):
-        load_adapters(nn.Linear(4, 3), folders)
     four = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
-    with pytest.raises(ModelFileError, match=r"'4.(weight|bias)' has shape"):
-        load_adapters(four, folders)
+    for other_model in (wide, nn.Linear(4, 3), four):
+        with pytest.raises(ModelFileError, match=r"does not fit the model .* give the model on which it was trained"):
+            load_adapters(other_model, folders)
     other = adapt(model, 1, adapter="low_rank", rank=3, freeze=True).save_adapters(tmp_path / "other")
-    with pytest.raises(ModelFileError, match="Expected adapters of one rank"):
+    with pytest.raises(ModelFileError, match="another rank or alpha"):
         load_adapters(model, [folders[0], *other])
     fewer = adapt(model, 1, adapter="low_rank", rank=2, alpha=5.0, layers=["0"], freeze=True)
-    with pytest.raises(ModelFileError, match="Expected adapters of the same layers, but '2' is not in both"):
+    with pytest.raises(ModelFileError, match=r"is not in both .* train them alike"):
         load_adapters(model, [folders[0], *fewer.save_adapters(tmp_path / "fewer")])
 
 
@@ -237,9 +215,7 @@ def test_arguments(saved: tuple[nn.Module, list[Path]], tmp_path: Path) -> None:
         load_adapters(model, folders[0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Expected at least one folder"):
         load_adapters(model, [])
-    with pytest.raises(TypeError, match="Expected `model` to be a module"):
-        load_adapters("model", folders)  # type: ignore[arg-type]
-    with pytest.raises(ModelFileError, match=r"There is no adapter_config\.json in"):
+    with pytest.raises(ModelFileError, match=r"adapter_config\.json cannot be read"):
         load_adapters(model, [tmp_path / "nothing"])
     shutil.rmtree(folders[0])
     folders[0].write_text("a file")

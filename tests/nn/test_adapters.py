@@ -108,20 +108,6 @@ def test_saving_loading_copies_and_parts(tmp_path, options):
     assert "adapter='low_rank'" in repr(ensemble) or "adapter='multiplicative'" in repr(ensemble)
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (lambda: adapt(mlp(12, (7,), 3), K), r"'stacked.linear1.weight' is \(7, 12\) in the state dict and \(8, 12\)"),
-        (lambda: adapt(mlp(12, (8,), 3), K + 1), "'stacked.linear1.adapter.r' is "),
-        (lambda: mlp(12, (8,), 3), "it has no 'stacked.linear1.weight', which the model has"),
-    ],
-)
-def test_the_state_dict_of_another_model_is_refused(other, message):
-    with pytest.raises(RuntimeError, match=f"does not fit this ensemble of {K} members: {message}") as error:
-        adapt(mlp(12, (8,), 3), K).load_state_dict(other().state_dict())
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("make_optimizer", [lambda p: SGD(p, 0.05, momentum=0.9), lambda p: Adam(p, 0.01)])
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize("adapter", KINDS)
@@ -245,13 +231,10 @@ def test_layers_by_name_part_and_pattern():
     [
         ({"layers": ["linear9"]}, ValueError, r"none matches 'linear9'. It has 'linear1', 'linear2'"),
         ({"layers": []}, ValueError, "at least one name in `layers`"),
-        ({"layers": [3]}, TypeError, "`layers` to be names of layers, but got int"),
         ({"adapter": "low_rank", "rank": 9}, ValueError, r"`rank` of at most 8, the size of the layer 'linear1'"),
         ({"adapter": "low_rank", "rank": 0}, ValueError, "`rank` to be at least 1"),
-        ({"adapter": "low_rank", "alpha": "high"}, TypeError, "`alpha` to be a number"),
         ({"adapter": "dora"}, ValueError, "`adapter` to be one of 'multiplicative', 'low_rank', but got 'dora'"),
         ({"head": "nothing"}, ValueError, r"`head` to name a linear layer.*head='shared'"),
-        ({"head": 1}, TypeError, "`head` to be the name of a layer, but got int"),
         ({"num_members": 0}, ValueError, "`num_members` to be at least 1"),
         ({"model": nn.ReLU()}, ValueError, "ends in an nn.Linear"),
         (
@@ -260,7 +243,6 @@ def test_layers_by_name_part_and_pattern():
             "layer before its head, but Linear has none",
         ),
         ({"model": adapt(mlp(12, 8, 3), 2)}, TypeError, "one network, but got the ensemble AdaptedEnsemble"),
-        ({"model": "bert"}, TypeError, "`model` to be a module, but got str"),
     ],
 )
 def test_bad_arguments(options, error, message):
@@ -271,7 +253,7 @@ def test_bad_arguments(options, error, message):
 
 @pytest.mark.parametrize("option", [{"alpha": 3.0}, {"rank": 4}])
 def test_options_of_another_adapter_are_reported(option):
-    with pytest.warns(UserWarning, match="has no effect: it belongs to adapter='low_rank'"):
+    with pytest.warns(UserWarning, match="have no effect: they belong to adapter='low_rank'"):
         adapt(mlp(12, (8, 6), 3), K, **option)
 
 

@@ -64,7 +64,7 @@ def test_first_step_equals_separate_networks(build: Any, shape: tuple[int, ...],
     torch.manual_seed(0)
     model = build().double().train(training)
     x = torch.randn(shape, dtype=torch.float64)
-    ensemble = branch(model, K, at=at, reinitialize=lambda: build().double(), example=x)
+    ensemble = branch(model, K, at=at, reinitialize=lambda: build().double())
     own = {name for name, _ in ensemble[0].named_parameters()}
     everything = {name for name, _ in model.named_parameters()}
     shared = {name for name, _ in ensemble.trunk.named_parameters()} if ensemble.trunk is not None else set()
@@ -218,7 +218,7 @@ def test_buffers_are_saved_as_in_the_model() -> None:
             return self.last(torch.tanh(self.middle(self.first((x - self.mean) / self.deviation)))) + offset
 
     model, x = Scaled(), torch.randn(6, 4)
-    for ensemble in (one := branch(model, K, at="middle", example=x), copy.deepcopy(one)):
+    for ensemble in (one := branch(model, K, at="middle"), copy.deepcopy(one)):
         assert set(ensemble.trunk.state_dict()) == {"mean", "first.weight", "first.bias"}
         assert set(ensemble[0].state_dict()) == {"middle.weight", "middle.bias", "last.weight", "last.bias"}
         torch.testing.assert_close(ensemble(x), model(x).expand(K, -1, -1))
@@ -237,7 +237,7 @@ def test_members_that_work_in_place_have_copies(run: Any) -> None:
     model, x = Net(run), torch.randn(6, 4)
     model.act = nn.Identity()
     at = "act" if "act" in run.__code__.co_names else "middle"
-    ensemble = branch(model, K, at=at, example=x)
+    ensemble = branch(model, K, at=at)
     F.cross_entropy(ensemble(x).flatten(0, 1), TARGET.repeat(K)).backward()
     with torch.no_grad():
         torch.testing.assert_close(ensemble(x), model(x).expand(K, -1, -1))
@@ -251,9 +251,9 @@ def test_values_of_any_kind_cross() -> None:
 
     torch.manual_seed(0)
     model, x = Net(run), torch.randn(6, 4)
-    torch.testing.assert_close(branch(model, K, at="middle", example=x)(x), model(x).expand(K, -1, -1))
+    torch.testing.assert_close(branch(model, K, at="middle")(x), model(x).expand(K, -1, -1))
     # looking at the input's shape first is no reason for a trunk
-    assert branch(model, K, at="first", example=x).trunk is None
+    assert branch(model, K, at="first").trunk is None
 
 
 def test_arguments_with_defaults_keep_them() -> None:
@@ -265,7 +265,7 @@ def test_arguments_with_defaults_keep_them() -> None:
             return h if features else self.last(self.middle(h))
 
     model, x = Optional(), torch.randn(6, 4)
-    ensemble = branch(model, K, at="middle", example=(x,))
+    ensemble = branch(model, K, at="middle")
     torch.testing.assert_close(ensemble(x=x), model(x).expand(K, -1, -1))
     with pytest.raises(TypeError, match="mask"):
         ensemble(x, mask=x)
@@ -277,14 +277,13 @@ def test_control_flow_inside_a_child_is_free() -> None:
             return x * 2 if x.sum() > 0 else F.dropout(x, training=self.training)
 
     model, x = nn.Sequential(Gate(), nn.Linear(4, 4), Gate(), nn.Linear(4, 5)), torch.ones(6, 4)
-    torch.testing.assert_close(branch(model.eval(), K, at="1", example=x)(x), model(x).expand(K, -1, -1))
+    torch.testing.assert_close(branch(model.eval(), K, at="1")(x), model(x).expand(K, -1, -1))
 
 
 def test_a_layer_with_two_names_or_two_calls() -> None:
     model = Net(lambda net, x: net.last(net.alias(net.middle(net.first(x)))))
     model.alias = model.middle
-    x = torch.randn(6, 4)
-    ensemble = branch(model, K, at="alias", example=x)  # its first call is that of `middle`
+    ensemble = branch(model, K, at="alias")  # its first call is that of `middle`
     assert [name for name, _ in ensemble.trunk.named_parameters()] == ["first.weight", "first.bias"]
     with pytest.raises(ValueError, match=r"'middle.weight' is used both before and after the split at 'last'"):
         branch(Net(lambda net, x: net.middle(net.last(net.middle(net.first(x))))), K, at="last")
@@ -326,11 +325,8 @@ def test_models_that_cannot_be_reinitialized() -> None:
         branch(model, K, at="last", reinitialize=True)
     with pytest.raises(ValueError, match="Expected `reinitialize` to return a model of the same architecture"):
         branch(Net(), K, at="last", reinitialize=mlp)
-    with pytest.raises(TypeError, match="Expected `reinitialize` to return a model, but it returned int"):
-        branch(Net(), K, at="last", reinitialize=lambda: 3)  # type: ignore[arg-type, return-value]
-    for wrong in (3, Net()):
-        with pytest.raises(TypeError, match="Expected `reinitialize` to be a bool or a function"):
-            branch(Net(), K, at="last", reinitialize=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Expected `reinitialize` to be a bool or a function"):
+        branch(Net(), K, at="last", reinitialize=Net())  # type: ignore[arg-type]
 
 
 def by_training(net: Net, x: Tensor) -> Tensor:
@@ -387,7 +383,7 @@ def test_models_that_return_more_than_logits(pack: Any) -> None:
 def test_timm_networks(kind: str, at: str) -> None:
     torch.manual_seed(0)
     model, inputs, _ = TIMM[kind]()
-    ensemble = branch(model.eval(), K, at=at, example=inputs["x"])
+    ensemble = branch(model.eval(), K, at=at)
     amended_cross_entropy(ensemble(**inputs), TARGET[:3], DIVERSITY).backward()
     assert all(parameter.grad is not None for parameter in ensemble.parameters())
     assert sum(p.numel() for p in ensemble.trunk.parameters()) + sum(
@@ -397,7 +393,7 @@ def test_timm_networks(kind: str, at: str) -> None:
 
 def test_parts_under_the_callers_switches() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        ensemble = branch(Net(), K, at="last", example=torch.randn(6, 4))
+        ensemble = branch(Net(), K, at="last")
     assert ensemble(torch.randn(6, 4)).requires_grad
 
 
@@ -407,21 +403,14 @@ def test_tied_weights_cannot_be_split() -> None:
     model.last.weight = model.middle.weight
     with pytest.raises(ValueError, match=r"'middle.weight' is used both before and after"):
         branch(model, K, at="last")
-    branch(model, K, at="middle", example=torch.randn(6, 4))
-
-
-def test_an_example_shows_errors_of_tracing() -> None:
-    torch.manual_seed(0)
-    model = Net(lambda net, x: net.last(F.dropout(net.first(x))))  # at random in evaluation too
-    with pytest.raises(ValueError, match="Expected member 0 to equal Net on `example`"):
-        branch(model, K, at="last", example=torch.randn(6, 4))
+    branch(model, K, at="middle")
 
 
 def test_wrong_arguments_are_refused() -> None:
     model = resnet()
-    with pytest.raises(ValueError, match=r"but got 'layer3'. CifarResNet has 'conv1', 'bn1', .* 'fc'\."):
+    with pytest.raises(ValueError, match=r"but got 'layer3'. It has 'conv1', 'bn1', .* 'fc'\."):
         branch(model, K, at="layer3")
-    with pytest.raises(ValueError, match=r"but got 'stage3.7.conv1'. 'stage3' has 'stage3.0'\."):
+    with pytest.raises(ValueError, match=r"but got 'stage3.7.conv1'. It has .*'stage3.0.conv1'"):
         branch(model, K, at="stage3.7.conv1")
     with pytest.raises(ValueError, match="Expected `at` to name a layer of the model, but got ''"):
         branch(model, K, at="")
@@ -431,10 +420,6 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"never calls the layer 'blocks'.*such as 'blocks.0'"):
         branch(model, K, at="blocks")
     assert branch(model, K, at="blocks.1")(torch.randn(6, 4)).shape == (K, 6, 5)
-    with pytest.raises(TypeError, match="Expected `at` to be the name of a layer, but got int"):
-        branch(model, K, at=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Expected `model` to be a module, but got str"):
-        branch("resnet", K, at="fc")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Expected `num_members` to be at least 1"):
         branch(model, 0, at="blocks.1")
     with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):

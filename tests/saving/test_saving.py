@@ -115,10 +115,8 @@ def test_manifest_describes_the_model(saved: tuple[Path, EnsembleModule]) -> Non
     assert manifest["extra"] == {"epochs": 3}
     assert manifest["num_members"] == 2
     assert manifest["link"] == "softmax"
-    assert manifest["member_weights"] == {"dtype": "float32", "values": [0.25, 0.75]}
+    assert manifest["member_weights"] == [0.25, 0.75]
     assert manifest["architecture"]["members"] == [member.architecture for member in ensemble]
-    assert manifest["tensors"]["members.0.fc.weight"] == {"shape": [2, 3], "dtype": "float32"}
-    assert manifest["weights"]["bytes"] == (path / "weights.safetensors").stat().st_size
     assert sorted(os.listdir(path.parent)) == ["model"]
 
 
@@ -130,7 +128,6 @@ def test_member_weights_of_the_ensemble_come_back(dtype: torch.dtype, tmp_path: 
     save_model(tmp_path / "model", ensemble)
     again = load_model(tmp_path / "model")
     assert bits(again.member_weights) == bits(ensemble.member_weights)
-    assert "member_weights" not in again.manifest["tensors"]
 
 
 @pytest.mark.parametrize("given", [[0.1, 0.9], (0.1, 0.9), torch.tensor([0.1, 0.9])], ids=str)
@@ -265,11 +262,10 @@ def test_weights_of_stacked_members_fit_an_ensemble(tmp_path: Path) -> None:
 
 
 MISFITS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "missing name": (lambda: Ensemble([mlp(4, 3, 2), mlp(4, 5, 2)]), "the model has 'members.1.linear2."),
-    "name too many": (lambda: Ensemble([mlp(4, (3, 3), 2), mlp(4, (5, 3), 2)]), "the module has 'members.0.linear2"),
-    "shape": (lambda: Ensemble([mlp(4, 6, 2), mlp(4, (5, 3), 2)]), r"float32 \(6, 4\) in the module"),
-    "type": (lambda: Ensemble([mlp(4, 3, 2), mlp(4, (5, 3), 2)]).double(), r"float64 \(3, 4\) in the module"),
-    "link": (lambda: Ensemble([mlp(4, 3, 2), mlp(4, (5, 3), 2)], link="sigmoid"), "link is 'softmax' in the model"),
+    "missing name": (lambda: Ensemble([mlp(4, 3, 2), mlp(4, 5, 2)]), "'members.1.fc.weight' is"),
+    "name too many": (lambda: Ensemble([mlp(4, (3, 3), 2), mlp(4, (5, 3), 2)]), "it has no 'members.0.linear2"),
+    "shape": (lambda: Ensemble([mlp(4, 6, 2), mlp(4, (5, 3), 2)]), r"and \(6, 4\) in the model"),
+    "link": (lambda: Ensemble([mlp(4, 3, 2), mlp(4, (5, 3), 2)], link="sigmoid"), "link is 'softmax'"),
     "not an ensemble": (lambda: mlp(4, 3, 2), "does not fit"),
 }
 
@@ -302,7 +298,6 @@ def test_load_weights_refuses_other_shapes_and_names(name: str, saved: tuple[Pat
         ({"extra": {"x": (1, 2)}}, ValueError, "tuples to lists"),
         ({"extra": {1: 2}}, ValueError, "`extra`"),
         ({"extra": {"x": torch.zeros(1)}}, ValueError, "`extra`"),
-        ({"extra": [1]}, TypeError, "`extra` to be a mapping"),
     ],
 )
 def test_save_refuses_arguments(options: Any, error: type[Exception], words: str, tmp_path: Path) -> None:
@@ -321,11 +316,3 @@ def test_refuses_other_objects(saved: tuple[Path, EnsembleModule], tmp_path: Pat
         save_model(tmp_path / "other", mlp(4, 3, 2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`module` to be a module"):
         load_weights("model", saved[0])  # type: ignore[arg-type]
-
-
-def test_refuses_state_that_safetensors_cannot_store(tmp_path: Path) -> None:
-    ensemble = Ensemble([nn.Linear(4, 2, dtype=torch.complex128)])
-    with pytest.raises(ModelFileError, match="safetensors cannot hold") as caught:
-        save_model(tmp_path / "model", ensemble)
-    one_sentence(caught.value)
-    assert not os.listdir(tmp_path)

@@ -1,6 +1,5 @@
 """One ensemble of every kind that can be saved, and what tests of model directories share."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchace import _model_files as files
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.nn.base import EnsembleModule
@@ -95,20 +93,3 @@ def save_example(path: Path) -> EnsembleModule:
     ensemble.set_member_weights([0.25, 0.75])
     save_model(path, ensemble, diversity=0.5, class_names=["a", "b"], extra={"epochs": 3})
     return ensemble
-
-
-def reseal(path: Path, change: Callable[[Any], None]) -> None:
-    """Alter a manifest and renew its checksum."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    change(manifest)
-    manifest["sha256"] = files.manifest_digest(manifest)
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def set_in(*keys: Any, to: Any) -> Callable[[Any], None]:
-    def change(manifest: Any) -> None:
-        for key in keys[:-1]:
-            manifest = manifest[key]
-        manifest[keys[-1]] = to
-
-    return change

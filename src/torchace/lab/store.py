@@ -22,7 +22,6 @@ from torchace._files import (
     CHECKSUM,
     is_unchanged,
     read_json,
-    refuse_links,
     remove_partial,
     with_checksum,
     write_atomic,
@@ -64,7 +63,6 @@ class RunStore:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Create the directory and lock it against other processes; the lock ends with the process."""
-        refuse_links(self.directory, OUTPUT_FILES)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             file = open(self.directory / "lock", "a+", errors="replace")  # noqa: SIM115

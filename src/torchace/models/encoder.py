@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ BUFFERS = {
     "indicator_columns": "num_indicators",
     "code_columns": "num_codes",
 }
-POSITIVE = ("scale", "width", "code_scale")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -63,14 +62,18 @@ class TableEncoder(nn.Module):
     code_columns: Tensor
     like: Tensor
 
-    def __init__(self, num_columns: int, **sizes: int) -> None:
+    def __init__(
+        self, num_columns: int, num_numbers: int = 0, num_ramps: int = 0, num_indicators: int = 0, num_codes: int = 0
+    ) -> None:
         super().__init__()
-        self.num_columns = num_columns
-        self.num_features = sum(sizes.values())
+        sizes = {"num_numbers": num_numbers, "num_ramps": num_ramps}
+        sizes |= {"num_indicators": num_indicators, "num_codes": num_codes}
+        self.num_columns, self.num_features = num_columns, sum(sizes.values())
+        if self.num_features == 0:
+            raise ValueError("Expected at least one feature, but got none. Give `num_numbers` or `num_codes`.")
         self.architecture: dict[str, Any] = {"name": "table_encoder", "num_columns": num_columns, **sizes}
         for name, size in BUFFERS.items():
-            fill = 1 if name in POSITIVE else 0
-            self.register_buffer(name, torch.full((self.architecture[size],), fill, dtype=_dtype(name)))
+            self.register_buffer(name, torch.ones(self.architecture[size], dtype=_dtype(name)))
         self.register_buffer("like", torch.zeros(0))  # carries the type and device of the features
 
     @classmethod
@@ -87,18 +90,9 @@ class TableEncoder(nn.Module):
             tensor([[1.0000, 1.0000, 0.2500, 0.0000, 0.0000, 1.0000],
                     [0.0000, 0.6667, 0.0000, 1.0000, 0.0000, 0.0000]])
         """
-        if unknown := values.keys() - BUFFERS.keys():
-            raise TypeError(f"Expected {', '.join(BUFFERS)}, but got {', '.join(sorted(unknown))}.")
         values.setdefault("code_scale", [1.0] * len(values.get("codes", ())))
         state = {name: torch.tensor(values.get(name, ()), dtype=_dtype(name)) for name in BUFFERS}
-        indexed = ["fill", *(name for name in BUFFERS if name.endswith("_columns"))]
-        encoder = table_encoder(**{BUFFERS[name]: len(state[name]) for name in indexed})
-        for name, value in state.items():
-            if value.shape != getattr(encoder, name).shape:
-                raise ValueError(f"Expected `{name}` of {len(getattr(encoder, name))} numbers, but got {len(value)}.")
-        problem = _find_problem(state, encoder.num_columns)
-        if problem is not None:
-            raise ValueError(problem)
+        encoder = cls(**{size: len(state[name]) for name, size in BUFFERS.items()})
         encoder.load_state_dict({**state, "like": encoder.like})
         return encoder
 
@@ -136,47 +130,3 @@ class TableEncoder(nn.Module):
             if getattr(self, name).dtype != value.dtype:
                 setattr(self, name, value.to(getattr(self, name).device))
         return self
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
-    ) -> None:
-        """Refuse invalid values."""
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
-        given = {name: state_dict.get(prefix + name) for name in BUFFERS}
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and not value.is_meta}
-        problem = _find_problem(tensors, self.num_columns)
-        if problem is not None:
-            lists[-1].append(problem)
-
-
-def _find_problem(values: Mapping[str, Tensor], num_columns: int) -> str | None:
-    """Return a message for the first invalid value, if any."""
-    for name, value in values.items():
-        if value.dtype != _dtype(name):
-            return f"Expected `{name}` of type {_dtype(name)}, but got {value.dtype}."
-        if name.endswith("_columns"):
-            if ((value < 0) | (value >= num_columns)).any():
-                return f"Expected `{name}` from 0 to {num_columns - 1}, but got {value.tolist()}."
-        elif not value.isfinite().all():
-            return f"Expected finite `{name}`, but got {value.tolist()}."
-        if name in POSITIVE and (value <= 0).any():
-            return f"Expected `{name}` above 0, but got {value.tolist()}."
-    return None
-
-
-def table_encoder(
-    num_columns: int, num_numbers: int = 0, num_ramps: int = 0, num_indicators: int = 0, num_codes: int = 0
-) -> TableEncoder:
-    """Return an encoder without statistics; its features are numbers, ramps, missing indicators and one-hot codes."""
-    _checks.check_count(num_columns, "num_columns")
-    sizes = {
-        "num_numbers": num_numbers,
-        "num_ramps": num_ramps,
-        "num_indicators": num_indicators,
-        "num_codes": num_codes,
-    }
-    for name, size in sizes.items():
-        _checks.check_count(size, name, least=0)
-    if sum(sizes.values()) == 0:
-        raise ValueError("Expected at least one feature, but got none. Give `num_numbers` or `num_codes`.")
-    return TableEncoder(num_columns, **sizes)

@@ -37,7 +37,9 @@ def mlp(
         32
     """
     _checks.check_count(in_features, "in_features")
-    widths = hidden_widths(hidden)
+    widths = [hidden] if isinstance(hidden, int) else list(hidden)
+    for width in widths:
+        _checks.check_count(width, "hidden")
     if num_classes is not None:
         _checks.check_count(num_classes, "num_classes")
     _checks.check_fraction(dropout, "dropout")
@@ -61,14 +63,3 @@ def mlp(
         "dropout": float(dropout),
     }
     return network
-
-
-def hidden_widths(hidden: object) -> list[int]:
-    """Return the widths of the hidden layers as a list."""
-    if isinstance(hidden, int):
-        hidden = (hidden,)
-    if not isinstance(hidden, Sequence) or isinstance(hidden, str):
-        raise TypeError(f"Expected `hidden` to be an int or a sequence of ints, but got {type(hidden).__name__}.")
-    for i, width in enumerate(hidden):
-        _checks.check_count(width, f"hidden[{i}]")
-    return list(hidden)

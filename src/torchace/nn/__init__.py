@@ -1,7 +1,6 @@
 """Losses, ensembles, heads and conversion as modules."""
 
-from torchace.nn.adapter_saving import load_adapters
-from torchace.nn.adapters import AdaptedEnsemble, adapt
+from torchace.nn.adapters import AdaptedEnsemble, adapt, load_adapters
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
 from torchace.nn.conversion import StackedClassifiers, stack_classifiers

@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.parameter import UninitializedParameter
 
-from torchace import _checks
 from torchace.nn.conversion import check_head, find_head
-from torchace.nn.stacked_state import SHARED
+from torchace.nn.stacked_state import SHARED, shared_names, take_members
 
 ADAPTER = "adapter"  # the name of the adapter in its layer
 
@@ -35,11 +33,6 @@ class LayerShape(NamedTuple):
     def has_low_rank(self) -> bool:
         """Whether the layer can have a low-rank adapter: grouped and transposed convolutions cannot."""
         return self.groups == 1 and not (self.transposed and self.kernel)
-
-    @property
-    def rank(self) -> int:
-        """The largest rank of a change of the weight."""
-        return min(self.outputs, self.inputs * math.prod(self.kernel))
 
 
 def layer_shape(layer: nn.Module) -> LayerShape | None:
@@ -213,21 +206,6 @@ class LowRankAdapter(Adapter):
         return f"rank={self.rank}, alpha={self.alpha}"
 
 
-def check_rank(name: str, shape: LayerShape, rank: int) -> None:
-    """Refuse a rank above the layer's size, and layers without an adapter of low rank."""
-    _checks.check_count(rank, "rank")
-    if not shape.has_low_rank:
-        raise ValueError(
-            f"Expected linear layers and convolutions with groups=1 for low-rank adapters, but {name!r} is a grouped "
-            "or transposed convolution. Leave it out of `layers`, or use adapter='multiplicative'."
-        )
-    if rank > shape.rank:
-        raise ValueError(
-            f"Expected `rank` of at most {shape.rank}, the size of the layer {name!r}, but got {rank}. Use a smaller "
-            "rank, or leave the layer out of `layers`."
-        )
-
-
 class Target(NamedTuple):
     """A weight that can have an adapter."""
 
@@ -263,29 +241,20 @@ def choose_targets(host: nn.Module, layers: str | Sequence[str] | None, excluded
     if not targets:
         kind = type(host).__name__
         raise ValueError(f"Expected a model with a linear or convolutional layer before its head, but {kind} has none.")
-    for name, target in targets.items():
-        if isinstance(target.layer._parameters[target.weight], UninitializedParameter):
-            raise ValueError(f"The layer {name!r} has no shape yet. Run the model once on an example first.")
     if layers is None:
         return targets
     if layers == "first":
-        name = next(iter(targets))
-        return {name: targets[name]}
-    wanted = [layers] if isinstance(layers, str) else list(layers)
-    chosen: dict[str, Target] = {}
-    for pattern in wanted:
-        if not isinstance(pattern, str):
-            raise TypeError(f"Expected `layers` to be names of layers, but got {type(pattern).__name__}.")
-        found = {name: target for name, target in targets.items() if _matches(name, pattern)}
-        if pattern in targets:
-            found = {pattern: targets[pattern]}
+        return dict(list(targets.items())[:1])
+    chosen: set[str] = set()
+    for pattern in [layers] if isinstance(layers, str) else layers:
+        found = [pattern] if pattern in targets else [name for name in targets if _matches(name, pattern)]
         if not found:
             names = ", ".join(repr(name) for name in list(targets)[:10]) + (", ..." if len(targets) > 10 else "")
             raise ValueError(
                 f"Expected `layers` to name linear or convolutional layers of the model, but none matches {pattern!r}. "
                 f"It has {names}."
             )
-        chosen |= found
+        chosen.update(found)
     if not chosen:
         raise ValueError("Expected at least one name in `layers`, but got none. Use None for all layers.")
     return {name: target for name, target in targets.items() if name in chosen}
@@ -312,8 +281,6 @@ def layer_name(adapter_name: str) -> str:
 
 def find_adapted_head(host: nn.Module, head: str | None) -> tuple[list[str], str | None]:
     """Return all names of the head, and the first; none if it is shared and cannot be found."""
-    if head is not None and not isinstance(head, str):
-        raise TypeError(f"Expected `head` to be the name of a layer, but got {type(head).__name__}.")
     modules = dict(host.named_modules(remove_duplicate=False))
     try:
         name = find_head(host) if head in (None, "shared") else head
@@ -326,42 +293,45 @@ def find_adapted_head(host: nn.Module, head: str | None) -> tuple[list[str], str
     return [path for path, module in modules.items() if module is modules[name]], name
 
 
-class OwnTensors:
-    """Tensors of which each member has its own: `(K, ...)` from copies."""
+def mark_shared(host: nn.Module) -> None:
+    """Record in each layer that members share its tensors."""
+    for layer in host.modules():
+        vars(layer)[SHARED] = (*layer._parameters, *layer._buffers)
 
-    def __init__(self, num_members: int) -> None:
-        self.num_members = num_members
-        self.names: dict[nn.Module, set[str]] = {}
 
-    def add(self, layer: nn.Module, name: str) -> None:
-        """Give each member its own copy of a parameter or buffer."""
-        names = self.names.setdefault(layer, set())
-        held: dict[str, Any] = layer._parameters if name in layer._parameters else layer._buffers
-        tensor = held[name]
-        if tensor is None or name in names:
-            return
-        names.add(name)
-        copies = tensor.detach().repeat(self.num_members, *[1] * tensor.ndim)
-        held[name] = nn.Parameter(copies, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copies
+def set_own(layer: nn.Module, name: str, values: Tensor) -> None:
+    """Replace a shared parameter or buffer by the members' own values, `(K, ...)`."""
+    held: dict[str, Any] = layer._parameters if name in layer._parameters else layer._buffers
+    old, values = held[name], values.detach().to(held[name])
+    held[name] = nn.Parameter(values, old.requires_grad) if isinstance(old, nn.Parameter) else values
+    vars(layer)[SHARED] = tuple(shared for shared in shared_names(layer) if shared != name)
 
-    def add_copies(self, module: nn.Module, *, redraw: bool) -> None:
-        """Give each member its own copy of a module, with new weights if `redraw`."""
-        drawn = [copy.deepcopy(module) for _ in range(self.num_members)] if redraw else []
-        for member in drawn:
-            for layer in reversed(list(member.modules())):
-                if callable(reset := getattr(layer, "reset_parameters", None)):
-                    reset()
-        for layer in module.modules():
-            for name in (*layer._parameters, *layer._buffers):
-                self.add(layer, name)
-        for k, member in enumerate(drawn):
-            for mine, new in zip(module.parameters(), member.parameters(), strict=True):
-                mine.data[k] = new.data
 
-    def mark_shared(self, host: nn.Module) -> nn.Module:
-        """Record in each layer the names of the tensors that members share; return the host."""
-        for layer in host.modules():
-            own = self.names.get(layer, set())
-            names = () if isinstance(layer, Adapter) else (*layer._parameters, *layer._buffers)
-            vars(layer)[SHARED] = tuple(name for name in names if name not in own)
-        return host
+def copy_for_members(module: nn.Module, num_members: int, *, redraw: bool = False) -> None:
+    """Give each member its own copy of a module, with new weights if `redraw`."""
+    members = [copy.deepcopy(module) for _ in range(num_members)]
+    for layer in [layer for member in members for layer in reversed(list(member.modules()))] if redraw else ():
+        if callable(reset := getattr(layer, "reset_parameters", None)):
+            reset()
+    for path, layer in module.named_modules():
+        for name in (*layer._parameters, *layer._buffers):
+            copies = [getattr(member.get_submodule(path), name) for member in members]
+            if copies[0] is not None:
+                set_own(layer, name, torch.stack(copies))
+
+
+def merge_member(stacked: nn.Module, member: int) -> nn.Module:
+    """Return one member as a plain module, with the adapters merged into its weights."""
+    plain = take_members(stacked, member)
+    for layer in list(plain.modules()):
+        for name, adapter in list(layer._modules.items()):
+            if not isinstance(adapter, Adapter):
+                continue
+            weight = name.replace(ADAPTER, "weight")
+            layer._parameters[weight] = nn.Parameter(adapter(layer.get_parameter(weight).detach()).detach())
+            if getattr(adapter, "bias", None) is not None:
+                layer.bias = nn.Parameter(adapter.bias.detach())  # type: ignore[operator]
+            del layer._modules[name]
+            for module in plain.modules():
+                adapter.detach(module)
+    return plain.requires_grad_(True)

@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from torchace import _checks
-from torchace._files import StrPath
+from torchace._files import StrPath, error_reason
+from torchace._model_files import ModelFileError
+from torchace.nn.adapter_files import FACTORS, fingerprint, read_adapter, save_members
 from torchace.nn.adapter_layers import (
     ADAPTER,
     Adapter,
     LowRankAdapter,
     MultiplicativeAdapter,
-    OwnTensors,
     Target,
     attach_adapter,
-    check_rank,
     choose_targets,
+    copy_for_members,
     find_adapted_head,
     layer_name,
     layer_shape,
+    mark_shared,
+    merge_member,
+    set_own,
 )
 from torchace.nn.base import EnsembleModule
-from torchace.nn.checkpoints import find_mismatch
 from torchace.nn.conversion import find_class_axis, find_logits, refuse_labels
 from torchace.nn.stacked import StackedEnsemble
-from torchace.nn.stacked_state import copy_module, take_members
+from torchace.nn.stacked_state import copy_module, shared_names, take_members
 from torchace.nn.stacking import Decision
 
 ADAPTERS = ("multiplicative", "low_rank")
@@ -95,47 +100,70 @@ def adapt(
         >>> ensemble.stacked[2].weight.shape, ensemble.stacked[2].adapter.r.shape, ensemble.stacked[4].weight.shape
         (torch.Size([8, 8]), torch.Size([5, 8]), torch.Size([5, 3, 8]))
     """
-    alpha = _check_arguments(model, num_members, adapter, rank, alpha)
-    trained = freeze if trained is None else trained
-    host = copy_module(model, {})
-    if freeze:
-        host.requires_grad_(False)
-    head_names, head_name = find_adapted_head(host, head)
-    targets = choose_targets(host, layers, excluded=head_names if layers is None else head_names * (head != "shared"))
-    own = OwnTensors(num_members)
-    for i, (name, target) in enumerate(targets.items()):
-        if adapter == "multiplicative":
-            start = "normal" if trained or freeze else "signs" if i == 0 else "ones"
-            _add_multiplicative(target, own, start, inputs_only=layers == "first")
-        elif layers is not None or target.shape.has_low_rank:
-            _add_low_rank(name, target, num_members, rank, alpha)
-    names = layers if layers is None or isinstance(layers, str) else list(layers)
-    sizes = {"rank": rank, "alpha": alpha} if adapter == "low_rank" else {}
-    options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head, "freeze": freeze, **sizes}
-    classes = layer_shape(host.get_submodule(head_name)) if head_name is not None else None
-    if head != "shared" and head_name is not None:
-        own.add_copies(host.get_submodule(head_name).requires_grad_(), redraw=not trained)
-    for layer in host.modules():
-        if isinstance(layer, _NormBase):
-            own.add_copies(layer, redraw=False)
-    return AdaptedEnsemble(own.mark_shared(host), num_members, link, getattr(classes, "outputs", None), options)
-
-
-def _check_arguments(model: nn.Module, num_members: int, adapter: str, rank: int, alpha: float | None) -> float:
-    """Check arguments of `adapt`; return the scale of the adapters."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
     if isinstance(model, EnsembleModule):
         kind = type(model).__name__
         raise TypeError(f"Expected `model` to be one network, but got the ensemble {kind}. Adapt one of its members.")
     _checks.check_count(num_members, "num_members")
     _checks.check_choice(adapter, "adapter", ADAPTERS)
-    if adapter != "low_rank" and (alpha is not None or rank != RANK):
-        name, value = ("rank", rank) if alpha is None else ("alpha", alpha)
-        warnings.warn(f"{name}={value!r} has no effect: it belongs to adapter='low_rank'.", stacklevel=3)
+    is_low_rank = adapter == "low_rank"
+    if not is_low_rank and (alpha is not None or rank != RANK):
+        warnings.warn("`rank` and `alpha` have no effect: they belong to adapter='low_rank'.", stacklevel=2)
     alpha = ALPHA if alpha is None else alpha
-    _checks.check_fraction(alpha, "alpha", largest=1e9, kind="a number", interval="[0, 1e9]")
-    return alpha
+    trained = freeze if trained is None else trained
+    host = copy_module(model, {})
+    if freeze:
+        host.requires_grad_(False)
+    mark_shared(host)
+    head_names, head_name = find_adapted_head(host, head)
+    targets = choose_targets(host, layers, excluded=head_names if layers is None else head_names * (head != "shared"))
+    for i, (name, target) in enumerate(targets.items()):
+        if not is_low_rank:
+            start = "normal" if trained or freeze else "signs" if i == 0 else "ones"
+            _add_multiplicative(target, num_members, start, inputs_only=layers == "first")
+        elif layers is not None or target.shape.has_low_rank:
+            _add_low_rank(name, target, num_members, rank, alpha)
+    names = layers if layers is None or isinstance(layers, str) else list(layers)
+    sizes = {"rank": rank, "alpha": alpha} if is_low_rank else {}
+    options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head, "freeze": freeze, **sizes}
+    classes = layer_shape(host.get_submodule(head_name)) if head_name is not None else None
+    if head != "shared" and head_name is not None:
+        copy_for_members(host.get_submodule(head_name).requires_grad_(), num_members, redraw=not trained)
+    for layer in host.modules():
+        if isinstance(layer, _NormBase):
+            copy_for_members(layer, num_members)
+    return AdaptedEnsemble(host, num_members, link, getattr(classes, "outputs", None), options)
+
+
+def _add_low_rank(name: str, target: Target, num_members: int, rank: int, alpha: float) -> None:
+    _checks.check_count(rank, "rank")
+    shape, weight = target.shape, target.layer.get_parameter(target.weight)
+    if not shape.has_low_rank:
+        raise ValueError(
+            f"Expected linear layers and convolutions with groups=1 for low-rank adapters, but {name!r} is a grouped "
+            "or transposed convolution. Leave it out of `layers`, or use adapter='multiplicative'."
+        )
+    largest = min(shape.outputs, shape.inputs * math.prod(shape.kernel))
+    if rank > largest:
+        raise ValueError(
+            f"Expected `rank` of at most {largest}, the size of the layer {name!r}, but got {rank}. Use a smaller "
+            "rank, or leave the layer out of `layers`."
+        )
+    kind = {"device": weight.device, "dtype": weight.dtype}
+    attach_adapter(target, LowRankAdapter(shape, num_members, rank, alpha, **kind))
+
+
+def _add_multiplicative(target: Target, num_members: int, start: str, *, inputs_only: bool) -> None:
+    layer, weight = target.layer, target.layer.get_parameter(target.weight)
+    bias = None if inputs_only else layer._parameters.get(target.bias)
+    kind = {"device": weight.device, "dtype": weight.dtype}
+    own_bias = bias if target.reader is None else None  # a module that reads the weight reads the bias too
+    adapter = MultiplicativeAdapter(target.shape, num_members, own_bias, inputs_only=inputs_only, **kind)
+    if start != "ones":
+        adapter.draw(start)
+    attach_adapter(target, adapter)
+    if target.reader is not None and bias is not None and target.bias in shared_names(layer):
+        set_own(layer, target.bias, bias.expand(num_members, *bias.shape).clone())
+        layer.get_parameter(target.bias).requires_grad_()
 
 
 class AdaptedEnsemble(StackedEnsemble):
@@ -231,9 +259,26 @@ class AdaptedEnsemble(StackedEnsemble):
         Returns:
             The members' folders.
         """
-        from torchace.nn.adapter_saving import save_adapters  # lazy: a circular import
+        return save_members(self.stacked, self.adapters, self.num_members, folder)
 
-        return save_adapters(self, folder)
+    @torch.no_grad()
+    def _set_members(self, values: Mapping[str, Tensor]) -> set[str]:
+        """Set the members' factors and own tensors, `(K, ...)`, under peft's names; return the names of own tensors."""
+        own = dict(values)
+        for name, adapter in self.adapters.items():
+            for kind, end in FACTORS.items():
+                factor = getattr(adapter, kind)
+                factor.copy_(own.pop(name + end).view_as(factor))
+        for name, tensor in own.items():
+            path, _, field = name.rpartition(".")
+            layer = self.stacked.get_submodule(path)
+            shape = getattr(layer, field).shape
+            if tensor.shape[1:] != (shape if field in shared_names(layer) else shape[1:]):
+                raise ValueError(f"{name!r} has shape {tuple(tensor.shape[1:])}")
+            set_own(layer, field, tensor)
+            if field in layer._parameters:
+                layer.get_parameter(field).requires_grad_()
+        return set(own)
 
     def merge(self, member: int) -> nn.Module:
         """Return a member as a plain model, with its adapters merged into the weights.
@@ -247,11 +292,6 @@ class AdaptedEnsemble(StackedEnsemble):
             >>> torch.allclose(plain(torch.ones(6, 4)), ensemble(torch.ones(6, 4))[2], atol=1e-6)
             True
         """
-        from torchace.nn.adapter_saving import merge_member  # lazy: a circular import
-
-        _checks.check_count(member, "member", least=0)
-        if member >= self.num_members:
-            raise ValueError(f"Expected `member` below {self.num_members}, but got {member}.")
         return merge_member(self.stacked, member)
 
     def take(self, members: slice) -> AdaptedEnsemble:
@@ -261,42 +301,64 @@ class AdaptedEnsemble(StackedEnsemble):
         taken.num_members, taken.member_weights = len(range(self.num_members)[members]), None
         return taken
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load as `nn.Module.load_state_dict`; the error is one sentence."""
-        try:
-            return super().load_state_dict(state_dict, strict=strict, assign=assign)
-        except RuntimeError as error:
-            problem = find_mismatch(dict(state_dict), self.state_dict(keep_vars=True), "state dict")
-            if not problem:
-                raise
-            raise RuntimeError(
-                f"The state dict does not fit this ensemble of {self.num_members} members: {problem}. Build the "
-                "ensemble from the same model with the same arguments."
-            ) from error
-
     def extra_repr(self) -> str:
         """Return the options."""
         return ", ".join([super().extra_repr(), *(f"{name}={value!r}" for name, value in self.options.items())])
 
 
-def _add_low_rank(name: str, target: Target, num_members: int, rank: int, alpha: float) -> None:
-    check_rank(name, target.shape, rank)
-    weight = target.layer.get_parameter(target.weight)
-    kind = {"device": weight.device, "dtype": weight.dtype}
-    attach_adapter(target, LowRankAdapter(target.shape, num_members, rank, alpha, **kind))
+def load_adapters(model: nn.Module, folders: Sequence[StrPath], *, link: str = "softmax") -> AdaptedEnsemble:
+    """Make one ensemble of low-rank adapters in the format of peft, computed in one pass.
 
+    The adapters belong to `model`, have one rank, one alpha and the same layers, and each may have its own head or
+    other own layers (peft's `modules_to_save`). The model is copied and frozen; adapters and own layers can be trained
+    further. DoRA, rsLoRA and other variants of LoRA are refused. peft is not needed.
 
-def _add_multiplicative(target: Target, own: OwnTensors, start: str, *, inputs_only: bool) -> None:
-    layer, weight = target.layer, target.layer.get_parameter(target.weight)
-    bias = layer._parameters.get(target.bias)
-    if inputs_only or target.reader is not None:
-        bias = None
-    kind = {"device": weight.device, "dtype": weight.dtype}
-    adapter = MultiplicativeAdapter(target.shape, own.num_members, bias, inputs_only=inputs_only, **kind)
-    if start != "ones":
-        adapter.draw(start)
-    attach_adapter(target, adapter)
-    if target.reader is not None and not inputs_only:
-        own.add(layer, target.bias)
-        if layer._parameters[target.bias] is not None:
-            layer.get_parameter(target.bias).requires_grad_()
+    Args:
+        model: The model on which the adapters were trained, with the weights it had then.
+        folders: A folder for each member, as written by `AdaptedEnsemble.save_adapters` or peft's `save_pretrained`.
+        link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
+
+    Raises:
+        ModelFileError: A folder has no such adapter, it was altered, or it does not fit the model or the others.
+
+    Example:
+        >>> import tempfile
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = ace.adapt(model, 5, adapter="low_rank", rank=2, freeze=True)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     again = load_adapters(model, ensemble.save_adapters(folder))
+        >>> torch.equal(again(torch.ones(6, 4)), ensemble(torch.ones(6, 4)))
+        True
+    """
+    if isinstance(folders, str | Path):
+        raise TypeError(f"Expected `folders` to be a list with a folder for each member, but got {str(folders)!r}.")
+    files = [read_adapter(folder, model) for folder in folders]
+    if not files:
+        raise ValueError("Expected at least one folder, but got none.")
+    first = files[0]
+    for file in files:
+        if (file.rank, file.alpha) != (first.rank, first.alpha):
+            raise ModelFileError(f"{file.folder} has another rank or alpha than {first.folder}; train them alike.")
+        if file.tensors.keys() != first.tensors.keys():
+            name = min(file.tensors.keys() ^ first.tensors.keys())
+            raise ModelFileError(f"{name!r} is not in both {first.folder} and {file.folder}; train them alike.")
+    values = {name: torch.stack([file.tensors[name] for file in files]) for name in first.tensors}
+    layers = sorted(name.removesuffix(FACTORS["A"]) for name in values if name.endswith(FACTORS["A"]))
+    sizes: dict[str, Any] = {"rank": first.rank, "alpha": first.alpha}
+    try:
+        ensemble = adapt(
+            model, len(files), adapter="low_rank", layers=layers, freeze=True, head="shared", link=link, **sizes
+        )
+        own = ensemble._set_members(values)
+    except (ValueError, RuntimeError, LookupError, AttributeError) as error:
+        raise ModelFileError(
+            f"{first.folder} does not fit the model ({error_reason(error)}); give the model on which it was trained."
+        ) from error
+    if f"{ensemble.head}.weight" in own:
+        ensemble.options["head"] = ensemble.head
+    base = fingerprint(ensemble.stacked, own)
+    for file in files:
+        dtype = base.partition(":")[0]
+        if file.base is not None and file.base.startswith(f"{dtype}:") and file.base != base:
+            raise ModelFileError(f"{file.folder} was trained on a model with other weights; give that model.")
+    return ensemble

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
 
 from torchace import _checks
 from torchace.functional import average_gradients
-from torchace.nn.base import EnsembleModule
+from torchace.nn.base import EnsembleModule, tensor_versions
 from torchace.nn.heads import MemberHeads, make_head
 
 
@@ -54,11 +50,7 @@ def stack_classifiers(
         >>> ensemble.head, ensemble.host[0].weight.equal(model[0].weight)
         ('2', True)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
     _checks.check_count(num_members, "num_members")
-    if head is not None and not isinstance(head, str):
-        raise TypeError(f"Expected `head` to be the name of a layer, but got {type(head).__name__}.")
     name = find_head(model) if head is None else head
     names, linear = check_head(model, name)
     options = {"bias": linear.bias is not None, "device": linear.weight.device, "dtype": linear.weight.dtype}
@@ -112,25 +104,25 @@ class StackedClassifiers(EnsembleModule):
         """Return the logits of the host's inputs, `(K, N, C)`; `(K, N, C, d1, ...)` for tokens or pixels."""
         refuse_labels(kwargs)
         if self.num_members == 1 or self.host.training in self._checked_modes or not _checks.can_compare():
-            return self._unfold(self._host_logits(args, kwargs))
-        outputs: list[tuple[Tensor, int]] = []  # of the head, with the number of in-place changes
+            return self._unfold(self._host_logits(self.host, args, kwargs))
+        outputs: list[tuple[Tensor, list[int]]] = []  # of the head, with the number of in-place changes
 
         def record(head: nn.Module, inputs: Any, output: Tensor) -> None:
-            outputs.append((output, -1 if output.is_inference() else output._version))
+            outputs.append((output, tensor_versions([output])))
 
         with self.host.get_submodule(self.head).register_forward_hook(record):
-            logits = self._host_logits(args, kwargs)
-        is_last = any(logits is output and logits._version == version for output, version in outputs if version >= 0)
+            logits = self._host_logits(self.host, args, kwargs)
+        is_last = any(logits is output and tensor_versions([logits]) == versions for output, versions in outputs)
         members = self._unfold(logits)
         if not is_last and type(members) is Tensor and not members.is_meta:
             self._check_members_are_separate(args, kwargs)
         self._checked_modes.add(self.host.training)
         return members
 
-    def _host_logits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _host_logits(self, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return the host's logits, with all members' classes on one axis."""
         try:
-            return find_logits(self.host(*args, **kwargs))
+            return find_logits(host(*args, **kwargs))
         except Exception as error:
             error.add_note(
                 f"If this happened after the layer {self.head!r}: stack_classifiers replaced it, and it returns "
@@ -146,27 +138,30 @@ class StackedClassifiers(EnsembleModule):
 
     @torch.no_grad()
     def _check_members_are_separate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a host where a change of some members' head outputs changes the logits of others."""
+        """Refuse a host where a change of the first or last member's head output changes the logits of others."""
+        host = copy.deepcopy(self.host)
+        devices = {p.device.index for p in host.parameters() if p.device.type == "cuda"}
 
-        def perturb(changed: list[int]) -> Tensor:
+        def perturb(member: int | None) -> Tensor:
             def change(head: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-                """Move every second class of the changed members up, the others down: enough to change their order."""
+                """Move every second class of the member up, the others down: enough to change their order."""
                 logits = output.unflatten(-1, (self.num_members, -1)).clone()  # (..., K, C)
                 signs = 1 - 2 * (torch.arange(logits.shape[-1], device=logits.device) % 2).to(logits.dtype)
-                logits[..., changed, :] += signs * (1 + 2 * torch.nan_to_num(output).abs().max())
+                if member is not None:
+                    logits[..., member, :] += signs * (1 + 2 * torch.nan_to_num(output).abs().max())
                 return logits.flatten(-2)
 
             own_args, own_kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
-            with _restore_state(self.host), self.host.get_submodule(self.head).register_forward_hook(change):
-                return self._unfold(self._host_logits(own_args, own_kwargs))
+            with torch.random.fork_rng(sorted(devices)), host.get_submodule(self.head).register_forward_hook(change):
+                torch.manual_seed(0)  # the same dropout masks
+                return self._unfold(self._host_logits(host, own_args, own_kwargs))
 
-        expected = perturb([])
+        expected = perturb(None)
         largest = torch.where(expected.isfinite(), expected, 0).abs().max()
         # far below the effect of mixing, far above that of a GPU's order of addition
         tolerance = float(torch.finfo(expected.dtype).eps ** 0.5 * largest)
-        for changed in _separating_sets(self.num_members):
-            others = [k for k in range(self.num_members) if k not in changed]
-            if not torch.allclose(perturb(changed)[others], expected[others], rtol=0, atol=tolerance, equal_nan=True):
+        for member, others in ((0, slice(1, None)), (-1, slice(-1))):
+            if not torch.allclose(perturb(member)[others], expected[others], rtol=0, atol=tolerance, equal_nan=True):
                 raise ValueError(
                     f"Expected a model that treats each class separately after its layer {self.head!r}, but a change "
                     "of one member's logits changed those of another: the model acts over all classes there (softmax, "
@@ -196,33 +191,6 @@ class StackedClassifiers(EnsembleModule):
     def extra_repr(self) -> str:
         """Return the head's name and the sizes."""
         return f"head={self.head!r}, num_members={self.num_members}, num_classes={self.num_classes}"
-
-
-@contextmanager
-def _restore_state(module: nn.Module) -> Iterator[None]:
-    """Restore buffers, attributes and random number generators; tensors saved for a backward stay intact."""
-    before = {layer: dict(vars(layer)) for layer in module.modules()}
-    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(sorted(devices)):
-        for layer, attributes in before.items():
-            copies = {name: None if b is None else b.clone() for name, b in attributes["_buffers"].items()}
-            vars(layer)["_buffers"] = copies
-        try:
-            yield
-        finally:
-            for layer, attributes in before.items():
-                vars(layer).clear()
-                vars(layer).update(attributes)
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002
-
-
-def _separating_sets(num_members: int) -> list[list[int]]:
-    """Return 2·log2(K) sets of members; for any two members, some set contains the first and not the second."""
-    bits = range((num_members - 1).bit_length())
-    sets = [[k for k in range(num_members) if (k >> bit & 1) == value] for bit in bits for value in (0, 1)]
-    return [members for members in sets if members]
 
 
 def refuse_labels(kwargs: dict[str, Any]) -> None:
@@ -292,15 +260,10 @@ def find_head(model: nn.Module) -> str:
 
 
 def _find_timm_head(model: nn.Module, classifier: Any) -> str:
-    if isinstance(classifier, (tuple, list)):
-        raise ValueError(
-            f"{type(model).__name__} has {len(classifier)} classifiers that compute the logits together. Build it "
-            "with one, or name the layer with `head` if one alone computes them."
-        )
     name: str | None = next((name for name, module in model.named_modules() if module is classifier), None)
     if name is None or isinstance(classifier, nn.Identity):
         raise ValueError(
-            f"Expected {type(model).__name__} to have a linear classifier, but its get_classifier() returns "
+            f"Expected {type(model).__name__} to have one linear classifier, but its get_classifier() returns "
             f"{type(classifier).__name__}. Build the model with num_classes=C, or name the layer with `head`."
         )
     inner = [path for path, layer in classifier.named_modules() if isinstance(layer, nn.Linear)]
@@ -321,17 +284,10 @@ def check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
             f"Expected the classifier {name!r} to be an nn.Linear, but it is {type(linear).__name__}. "
             "Name another layer with `head`, or use branch(model, num_members, at=...), which copies any layer."
         )
-    if isinstance(linear.weight, UninitializedParameter):
-        raise ValueError(f"The classifier {name!r} has no shape yet. Run the model once on an example first.")
-    if is_parametrized(linear) or linear._forward_pre_hooks or linear._forward_hooks:
+    if is_parametrized(linear) or linear._forward_pre_hooks or linear._forward_hooks or not _is_plain(linear):
         raise ValueError(
-            f"The classifier {name!r} has a parametrization or hooks (weight norm, spectral norm, ...), which new "
-            "heads would not have. Remove them first: torch.nn.utils.parametrize.remove_parametrizations."
-        )
-    if not _is_plain(linear):
-        raise ValueError(
-            f"Expected the classifier {name!r} to compute what an nn.Linear does, but its {type(linear).__qualname__} "
-            "does not. Replace it by an nn.Linear, or use branch, which copies any layer."
+            f"Expected the classifier {name!r} to compute what an nn.Linear does, but it has a parametrization, hooks "
+            "or another forward, which new heads would not have. Replace it by an nn.Linear, or use branch."
         )
     names = [path for path, module in modules.items() if module is linear]
     own = {f"{path}.weight".removeprefix(".") for path in names}

@@ -19,7 +19,6 @@ from torchace.nn.base import (
     check_shared_parameters,
     separate_features,
     stack_outputs,
-    tensor_versions,
 )
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ class Ensemble(EnsembleModule):
     Without one, the members receive the input (the paper's Algorithm 1).
 
     Args:
-        members: Modules that return logits `(N, C, ...)` of one shape. They may share frozen parameters and constant
-            buffers; trained parameters are shared through `trunk` alone.
+        members: Modules that return logits `(N, C, ...)` of one shape. They may share frozen parameters; trained
+            ones are shared through `trunk` alone.
         trunk: The part that the members share, if any.
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
@@ -49,9 +48,8 @@ class Ensemble(EnsembleModule):
     def __init__(self, members: Iterable[nn.Module], trunk: nn.Module | None = None, link: str = "softmax") -> None:
         members = as_list(members)
         check_modules(dict(enumerate(members)))
-        shared = check_shared_parameters(members, trunk)
+        check_shared_parameters(members, trunk)
         super().__init__(len(members), link)
-        self._has_shared_tensors = bool(shared)  # frozen parameters or buffers, which must stay constant
         self.trunk = trunk
         self.members = nn.ModuleList(members)
 
@@ -109,20 +107,9 @@ class Ensemble(EnsembleModule):
             **kwargs: Further input.
         """
         _checks.check_choice(batches, "batches", BATCHES)
-        compute = self._forward_separate if batches == "separate" else self._forward_shared
-        if not self._has_shared_tensors or not _checks.is_eager():
-            return compute(*args, **kwargs)
-        shared = check_shared_parameters(list(self.members), self.trunk)  # they may have been unfrozen
-        before = {name: tensor_versions([tensor]) for name, tensor in shared.items()}
-        logits = compute(*args, **kwargs)
-        for name, tensor in shared.items():
-            if tensor_versions([tensor]) != before[name]:
-                raise ValueError(
-                    f"Expected constant buffers where members share them, but {name} changed in the forward "
-                    "(BatchNorm's statistics do in training mode). Put the shared layer in evaluation mode "
-                    "(layer.eval()), give it as trunk=, or give each member its own copy (copy.deepcopy)."
-                )
-        return logits
+        return (
+            self._forward_separate(*args, **kwargs) if batches == "separate" else self._forward_shared(*args, **kwargs)
+        )
 
     def _forward_shared(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.trunk is not None:

@@ -42,12 +42,7 @@ class MemberHeads(nn.Module):
 
     def forward(self, x: Tensor, batches: str = "shared") -> Tensor:
         """Map `(..., D)` to `(K, ..., C)`; with `batches="separate"` the input is `(K, ..., D)`."""
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"Expected one tensor of features, but got {type(x).__name__}. Wrap the trunk in a module that returns "
-                "the features alone."
-            )
-        if x.ndim == 0 or x.shape[-1] != self.in_features:
+        if x.shape[-1:] != (self.in_features,):  # a reshape would silently regroup numbers
             raise ValueError(
                 f"Expected features of shape (..., {self.in_features}) for heads with in_features={self.in_features}, "
                 f"but got {tuple(x.shape)}."

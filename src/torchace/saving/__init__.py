@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchace import _checks
 from torchace import _model_files as files
 from torchace._model_files import Json, ModelFileError
 from torchace.nn.base import EnsembleModule
+from torchace.nn.checkpoints import find_mismatch
 from torchace.nn.parallel import MemberParallelEnsemble
 from torchace.nn.stacked import StackedEnsemble
-from torchace.saving.kinds import KINDS, describe, rebuild, saved_state, unstack
+from torchace.saving.kinds import describe, rebuild, saved_state, unstack
 
 __all__ = ["ModelFileError", "load_model", "load_weights", "save_model"]
-
-WEIGHT_DTYPES = {
-    str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-}
 
 
 def save_model(
@@ -37,8 +32,8 @@ def save_model(
 ) -> None:
     """Save an ensemble as a directory of `weights.safetensors` and `manifest.json`.
 
-    The write is atomic. A model at `path` is replaced; anything else there is an error. `load_model` can rebuild
-    unmodified networks of `torchace.models`; other ensembles are saved as weights for `load_weights`. Frozen
+    A model at `path` is replaced once the new one is complete; anything else there is an error. `load_model` can
+    rebuild unmodified networks of `torchace.models`; other ensembles are saved as weights for `load_weights`. Frozen
     parameters and training mode are not recorded.
 
     Args:
@@ -66,36 +61,30 @@ def save_model(
             "Wrap models in Ensemble([...]); for a compiled or distributed ensemble, pass the module inside."
         )
     _checks.check_class_names(class_names)
+    if diversity is not None:
+        _checks.check_diversity(diversity)
     if isinstance(ensemble, MemberParallelEnsemble):  # all members, written by one rank
         options: Json = {"diversity": diversity, "class_names": class_names, "extra": extra}
         ensemble.on_first_rank(lambda whole: save_model(path, whole, member_weights=member_weights, **options))
         return
     from torchace import __version__  # lazy: a circular import
 
-    plain = unstack(ensemble)
-    kind, architecture = describe(ensemble, plain)
-    state = saved_state(plain)
-    if other := [name for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise ModelFileError(f"The ensemble's state {other[0]!r} is not a tensor; only tensors can be saved.")
+    alpha = ensemble.member_weights if member_weights is None else member_weights
+    if alpha is not None:
+        alpha = _checks.as_member_weights(alpha, ensemble.num_members, like=ensemble._like())
+    kind, architecture = describe(ensemble)
     manifest: Json = {
-        "format": files.FORMAT,
-        "format_version": files.FORMAT_VERSION,
         "torchace_version": __version__,
         "kind": kind,
         "architecture": architecture,
         "num_members": ensemble.num_members,
         "link": ensemble.link,
-        "diversity": _export_diversity(diversity),
-        "member_weights": _export_member_weights(ensemble, member_weights),
+        "diversity": None if diversity is None else float(diversity),
+        "member_weights": None if alpha is None else alpha.tolist(),
         "class_names": None if class_names is None else [str(name) for name in class_names],
         "extra": _export_extra(extra),
-        "tensors": {name: files.describe_tensor(tensor) for name, tensor in state.items()},
     }
-    try:
-        weights = files.to_safetensors(state)
-    except Exception as error:  # such as a type that the format lacks
-        raise ModelFileError("The ensemble has a tensor that safetensors cannot hold; convert it first.") from error
-    files.write_model(files.resolve_path(path), manifest, weights)
+    files.write_model(path, manifest, files.to_safetensors(saved_state(unstack(ensemble))))
 
 
 def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
@@ -120,22 +109,20 @@ def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
         >>> ensemble.predict_proba(torch.zeros(3, 4)).shape, ensemble.manifest["class_names"]
         (torch.Size([3, 2]), ['no', 'yes'])
     """
-    where = files.find_model(path)
-    manifest = files.read_manifest(where)
+    manifest = files.read_manifest(path)
     if manifest["architecture"] is None:
         raise ModelFileError(
-            f"{where} holds the weights of a custom architecture; build it and use load_weights(module, path)."
+            f"{path} holds the weights of a custom architecture; build it and use load_weights(module, path)."
         )
-    tensors = files.read_weights(where, manifest)
+    tensors = files.read_weights(path, manifest)
     try:
-        kind = KINDS[manifest["kind"]]
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        plain = rebuild(kind, manifest["architecture"], manifest["num_members"], manifest["link"], shapes)
+        plain = rebuild(manifest["kind"], manifest["architecture"], manifest["num_members"], manifest["link"])
         plain.load_state_dict(tensors, assign=True)
-        ensemble = kind.finish(plain)
     except Exception as error:  # a manifest may describe anything
-        raise ModelFileError(f"{where} describes no ensemble that fits its weights; {files.REPAIR}.") from error
-    ensemble.member_weights = _import_member_weights(manifest, where)
+        raise ModelFileError(f"{path} describes no ensemble that fits its weights; {files.REPAIR}.") from error
+    is_stacked = manifest["kind"] == "stacked"
+    ensemble = StackedEnsemble(plain.members, link=plain.link) if is_stacked else plain  # type: ignore[arg-type]
+    ensemble.set_member_weights(manifest["member_weights"])
     ensemble.manifest = manifest  # type: ignore[assignment]  # nn.Module takes any attribute, its stub does not
     return ensemble.eval()
 
@@ -143,8 +130,8 @@ def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
 def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> Json:
     """Load the weights of a model directory into a module of any architecture, and return the manifest.
 
-    Names, shapes and types must match the module's; for an ensemble, K and the link too. An ensemble also receives the
-    saved `member_weights`.
+    Names and shapes must match the module's; for an ensemble, the link too. An ensemble also receives the saved
+    `member_weights`.
 
     Args:
         module: Module that receives the weights; it keeps its device and mode.
@@ -164,62 +151,29 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> Json:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected `module` to be a module, but got {type(module).__name__}.")
-    where = files.find_model(path)
-    manifest = files.read_manifest(where)
-    tensors = files.read_weights(where, manifest)
-    member_weights = _import_member_weights(manifest, where)
+    manifest = files.read_manifest(path)
+    tensors = files.read_weights(path, manifest)
     plain = unstack(module)
-    _check_fit(plain, manifest, where)
+    problem = find_mismatch(tensors, saved_state(plain))
+    if not problem and isinstance(plain, EnsembleModule) and plain.link != manifest["link"]:
+        problem = f"its link is {manifest['link']!r}, but the module's is {plain.link!r}"
+    if problem:
+        raise ModelFileError(f"{path} does not fit: {problem}; build the same architecture.")
     plain.load_state_dict(tensors)
     if plain is not module:
         module.load_state_dict(StackedEnsemble(plain.members).state_dict())  # type: ignore[arg-type]
     if isinstance(module, EnsembleModule):
-        device = next((p.device for p in module.parameters()), None)
-        module.member_weights = None if member_weights is None else member_weights.to(device)
+        module.set_member_weights(manifest["member_weights"])
     return manifest
-
-
-def _export_diversity(diversity: float | Tensor | None) -> float | None:
-    if diversity is None:
-        return None
-    if isinstance(diversity, Tensor) and diversity.ndim == 0:
-        diversity = diversity.item()
-    _checks.check_diversity(diversity)
-    return float(diversity)
-
-
-def _export_member_weights(ensemble: EnsembleModule, given: Tensor | Sequence[float] | None) -> Json | None:
-    alpha = ensemble.member_weights if given is None else given
-    if alpha is None:
-        return None
-    alpha = alpha.detach().cpu() if isinstance(alpha, Tensor) else torch.as_tensor(alpha, dtype=torch.float64)
-    dtype = alpha.dtype
-    if not isinstance(given, Tensor | None) or dtype not in WEIGHT_DTYPES.values():
-        dtype = ensemble._like().dtype  # as set_member_weights
-    alpha = _checks.as_member_weights(alpha, ensemble.num_members, like=torch.empty((), dtype=dtype))
-    return {"dtype": files.describe_tensor(alpha)["dtype"], "values": alpha.tolist()}
-
-
-def _import_member_weights(manifest: Json, where: Path) -> Tensor | None:
-    saved = manifest["member_weights"]
-    if saved is None:
-        return None
-    try:
-        alpha = torch.tensor(saved["values"], dtype=WEIGHT_DTYPES[saved["dtype"]])
-        return _checks.as_member_weights(alpha, manifest["num_members"], like=alpha)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ModelFileError(f"{where} has invalid member_weights; {files.REPAIR}.") from error
 
 
 def _export_extra(extra: Mapping[str, Any] | None) -> Json | None:
     if extra is None:
         return None
-    if not isinstance(extra, Mapping):
-        raise TypeError(f"Expected `extra` to be a mapping, but got {type(extra).__name__}.")
     try:
-        content: Json = json.loads(files.to_json(dict(extra)))
+        content: Json = json.loads(json.dumps(dict(extra), allow_nan=False))
         same = content == dict(extra)
-    except (TypeError, ValueError, RecursionError):
+    except (TypeError, ValueError):
         same = False
     if not same:
         raise ValueError(
@@ -227,31 +181,3 @@ def _export_extra(extra: Mapping[str, Any] | None) -> Json | None:
             "of them), but it would not be loaded unchanged. Convert arrays and tuples to lists."
         )
     return content
-
-
-def _check_fit(module: nn.Module, manifest: Json, where: Path) -> None:
-    """Check that a module has the names, shapes and types of the listed weights, K and the link."""
-    saved = manifest["tensors"]
-    own = {n: files.describe_tensor(t) if isinstance(t, Tensor) else None for n, t in saved_state(module).items()}
-    for name in sorted(own.keys() ^ saved.keys()):
-        holder, other = ("module", "model") if name in own else ("model", "module")
-        raise ModelFileError(
-            f"{where} does not fit: the {holder} has {name!r}, the {other} does not; build the same architecture."
-        )
-    for name in own:
-        if own[name] != saved[name]:
-            raise ModelFileError(
-                f"{where} does not fit: {name!r} is {_show_tensor(saved[name])} in the model, but "
-                f"{_show_tensor(own[name])} in the module; build the same and convert types after loading."
-            )
-    if isinstance(module, EnsembleModule):
-        for name, value in {"num_members": module.num_members, "link": module.link}.items():
-            if manifest[name] != value:
-                raise ModelFileError(
-                    f"{where} does not fit: {name} is {manifest[name]!r} in the model and {value!r} in the module; "
-                    "build the same ensemble."
-                )
-
-
-def _show_tensor(description: Json | None) -> str:
-    return "not a tensor" if description is None else f"{description['dtype']} {tuple(description['shape'])}"

@@ -8,7 +8,6 @@ import io
 import os
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -269,25 +268,6 @@ def test_npz(tmp_path):
         assert numbers(frame[name])[0].tolist() == [0.5, 1, 2]
 
 
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_npz_is_read_from_front_to_back(tmp_path, save, monkeypatch):
-    """Stored or compressed, no more than a chunk is asked of the file at a time."""
-    x = np.random.default_rng(0).normal(size=(10_000, 5))
-    save(tmp_path / "t.npz", x=x, y=np.arange(10_000))
-    asked = []
-    read = zipfile.ZipExtFile.read
-
-    def watched(stream: zipfile.ZipExtFile, size: int = -1) -> bytes:
-        asked.append(size)
-        return read(stream, size)
-
-    monkeypatch.setattr(zipfile.ZipExtFile, "read", watched)
-    chunks = list(iterate_table(tmp_path / "t.npz", rows=999))
-    assert np.array_equal(pd.concat(chunks)[[f"x{i}" for i in range(5)]].to_numpy(), x)
-    assert min(asked) > 0
-    assert max(asked) <= 999 * 5 * 8
-
-
 WRITERS: dict[str, Callable[[Path], object]] = {
     "t.csv": lambda path: write_csv(path, {name: values * 5 for name, values in CELLS.items()}),
     "t.parquet": lambda path: pq.write_table(pa.concat_tables([parquet_table()] * 5), path, row_group_size=4),
@@ -321,7 +301,7 @@ def test_nothing_is_unpickled(tmp_path):
             return (open, (str(tmp_path / "ran"), "w"))
 
     np.savez(tmp_path / "t.npz", x=np.array([Bomb(), Bomb()], dtype=object))
-    with pytest.raises(DataError, match="Python objects"):
+    with pytest.raises(DataError, match="Object arrays"):
         read_table(tmp_path / "t.npz")
     assert not (tmp_path / "ran").exists()
 

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from tests.any_table import AnyTable, any_table
 from tests.lab.cli.command_line import everything_in, houses, pets, write_table
 from tests.lab.tables.small_fits import done, is_complete, job, read_untimed, weights_digest
-from torchace._files import PathError
 from torchace.lab.data import DataError
 from torchace.lab.data.folds import assign_folds, number_blocks
 from torchace.lab.data.tables import read_table
@@ -459,26 +458,6 @@ def test_a_link_is_refused_at_once(data: Path, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("empty")
     with pytest.raises(RunStoreError, match="out already holds other files"):
         job(data, "pet", tmp_path / "out").is_finished()
-
-
-@pytest.mark.parametrize("place", ["", "lock", "search/checkpoints/x", "model"])
-def test_links_where_a_fit_works_are_refused(place: str, data: Path, tmp_path: Path) -> None:
-    fit = job(data, "pet", tmp_path / "out")
-    with fit.lock():
-        pass
-    if place in ("", "lock"):
-        (fit.work / "lock").unlink()
-    outside = fit.work.rename(tmp_path / "outside") if not place else tmp_path / "outside"
-    outside.mkdir(exist_ok=True)
-    (outside / "state-1.safetensors").write_text("mine")
-    link = fit.work / place
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(outside)
-    before = everything_in(outside)
-    with pytest.raises(PathError, match="is a symbolic link"):
-        done(fit)
-    fit.remove_work()
-    assert everything_in(outside) == before
 
 
 def test_foreign_files_are_kept(data: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tests.lab.cli.command_line import houses, pets, write_table
 from tests.lab.tables.small_fits import fitted
-from torchace import _model_files as files
+from torchace._files import with_checksum
 from torchace.functional import ensemble_probs
 from torchace.lab.data import DataError
 from torchace.lab.data.tables import read_table
@@ -206,8 +206,8 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Alter a manifest and renew its checksum."""
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
-    manifest["sha256"] = files.manifest_digest(manifest)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    del manifest["sha256"]
+    (path / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
 
 
 def _encoding(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON file for the scores.")] = None,
 ) -> None:
     """Score a model on rows whose target is known."""
-    from torchace._files import remove_abandoned, write_atomic
+    from torchace._files import write_atomic
     from torchace.lab.data.tables import read_table
     from torchace.lab.store import finite
     from torchace.lab.tables.model import TableModel
@@ -180,7 +180,6 @@ def evaluate(
         )
     if out is not None:
         content = {"model": str(model), "data": str(data), "rows": len(frame), "scores": scores}
-        remove_abandoned(out)
         write_atomic(out, (json.dumps(finite(content), indent=1) + "\n").encode())
         print_line(f"Written to {out}.")
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchace._files import CHUNK_BYTES, check_gzip, error_reason, open_regular
+from torchace._files import CHUNK_BYTES, error_reason
 from torchace.lab.data.errors import DataError, arrow, quote
 from torchace.lab.data.table_schema import check_names
 
@@ -69,13 +69,8 @@ def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
 def _read_blocks(path: Path) -> Iterator[bytes]:
     """Read a file as UTF-8 text, whatever its encoding and compression."""
     is_packed = path.name.lower().endswith(".gz")
-    if is_packed:
-        try:
-            check_gzip(path)
-        except OSError as error:
-            raise DataError(f"{path} is refused ({error_reason(error)}); unpack it if you trust it.") from None
     encoding = text_encoding(path)
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         content: Any = gzip.GzipFile(fileobj=file) if is_packed else file
         blocks: Iterator[bytes] = iter(lambda: content.read(_BLOCK_BYTES), b"")
         try:
@@ -88,7 +83,7 @@ def _read_blocks(path: Path) -> Iterator[bytes]:
 def text_encoding(path: Path) -> str:
     """Encoding of a text file: UTF-8, UTF-16 by its byte order mark, else Windows-1252."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         stream: Any = gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file
         block = stream.read(_BLOCK_BYTES)
         if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from torchace._extras import import_extra
-from torchace._files import check_gzip, open_regular, read_bounded
 from torchace.lab.data.errors import DataError, check_labels, damaged_file
 
 ENVIRONMENT = "TORCHACE_DATA"
@@ -69,7 +68,7 @@ def find(path: Sequence[Path], names: Sequence[str]) -> Path | None:
 def open_data(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading; raise system errors as `DataError`."""
     try:
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             yield file
     except OSError as error:
         raise damaged_file(path, f"cannot be read ({error.strerror or error})") from None
@@ -191,8 +190,6 @@ def read_idx(path: Path, *, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         file.seek(0)
         stream: Any = gzip.GzipFile(fileobj=file) if is_packed else file
         try:
-            if is_packed:
-                check_gzip(path)
             header = stream.read(4 + 4 * len(shape))
             _check_header(header, path, shape)
             # one extra byte: finds trailing bytes and triggers gzip's checksum
@@ -242,7 +239,7 @@ def read_folder(folder: Path, source: CifarSource) -> list[Arrays]:
                 "download all of them."
             )
         try:
-            return read_bounded(path, _max_bytes(source))
+            return path.read_bytes()
         except OSError as error:
             raise damaged_file(path, f"cannot be read ({error.strerror or error})") from None
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from torchace._checks import shape_of
-from torchace._files import available_memory, error_reason
-from torchace._npz import NPZ_ERRORS, read_npz
+from torchace._files import available_memory, error_reason, read_npz
 from torchace.lab.data.datasets import Dataset, channel_statistics
 from torchace.lab.data.encoding import learn_encoding
 from torchace.lab.data.errors import DataError, pandas
@@ -349,7 +348,7 @@ def _read_part(file: str, target: Any) -> Any:
         arrays = read_npz(path, names)
     except FileNotFoundError:
         return read_table(file)  # raises the error of a missing file
-    except NPZ_ERRORS as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{file} is a damaged NPZ file ({error_reason(error)}); copy or save it again.") from None
     if {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys():
         return arrays

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -13,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchace._checks import check_count
-from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, UNPACKED_BYTES, FileRefusedError, check_unpacked, error_reason
-from torchace._npz import NPZ_ERRORS, NpzArray, open_npz
+from torchace._files import CHUNK_BYTES, error_reason, read_npz
 from torchace.lab.data.csv_files import csv_chunks, text_encoding
 from torchace.lab.data.errors import DataError, arrow, pandas, quote, suggestion
 from torchace.lab.data.table_schema import check_names
@@ -26,57 +24,29 @@ if TYPE_CHECKING:
 def npz_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
     """Iterate over the columns of an NPZ file, at most `rows` rows at a time."""
     try:
-        with open_npz(path) as archive:
-            for info in archive.infolist():
-                if not info.filename.endswith(".npy") or info.filename == ".npy":
-                    raise DataError(
-                        f"{path} holds {quote(info.filename)}, which is not an array; write it with "
-                        "numpy.savez(file, x=x, y=y)."
-                    )
-            arrays = [NpzArray(archive, info) for info in archive.infolist()]
-            for array in arrays:
-                _check_array(array, arrays[0], path)
-            names: list[str] = []
-            for array in arrays:
-                stem = "x" if array.name == "X" else array.name
-                names += [array.name] if len(array.shape) == 1 else [f"{stem}{i}" for i in range(array.shape[1])]
-            check_names(names, path)
-            row_bytes = sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays)
-            count = max(1, min(rows, CHUNK_BYTES // max(1, row_bytes)))
-            for blocks in zip(*(array.rows(count) for array in arrays), strict=True):
-                matrices = [block[:, None] if block.ndim == 1 else block for block in blocks]
-                columns = [_column(matrix[:, i]) for matrix in matrices for i in range(matrix.shape[1])]
-                yield dict(zip(names, columns, strict=True))
-    except DataError:
-        raise
-    except FileRefusedError as error:
-        raise DataError(
-            f"{path} is refused ({error_reason(error)}); save it with numpy.savez, which does not compress."
-        ) from None
-    except NPZ_ERRORS as error:
+        arrays = read_npz(path)
+    except (OSError, ValueError) as error:
         reason = error_reason(error)
         raise DataError(f"{path} is a damaged NPZ file ({reason}); copy or save it again.") from None
-
-
-def _check_array(array: NpzArray, first: NpzArray, path: Path) -> None:
-    name, shape = quote(array.name), array.shape
-    if array.dtype.hasobject:
-        raise DataError(
-            f"{path} holds Python objects in the array {name}, which are not loaded; save it as numbers or text, as "
-            "array.astype(float) or array.astype(str)."
-        )
-    if array.dtype.kind not in "biufMmSU" or array.dtype.itemsize == 0:
-        raise DataError(f"{path} holds {array.dtype} values in the array {name}; save it as numbers or text.")
-    if len(shape) not in (1, 2) or min(shape) < 0 or max(shape[1:], default=0) > TABLE_COLUMNS:
-        raise DataError(
-            f"{path} has an array {name} of shape {shape}, but a table is made of arrays of one or two axes and at "
-            f"most {TABLE_COLUMNS:,} columns; save it as (N,) or (N, D), or leave it out."
-        )
-    if shape[0] != first.shape[0]:
-        raise DataError(
-            f"{path} has {first.shape[0]} rows in the array {quote(first.name)}, but {shape[0]} in {name}; save arrays "
-            "of one table, with as many rows each."
-        )
+    count = max((len(array) for array in arrays.values() if array.ndim), default=0)
+    names: list[str] = []
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biufMmSU" or array.ndim not in (1, 2) or len(array) != count:
+            raise DataError(
+                f"{path} has an array {quote(name)} of {array.dtype} and shape {array.shape}, but a table is made of "
+                f"numbers or text of shape ({count},) or ({count}, D); save it so, or leave it out."
+            )
+        stem = "x" if name == "X" else name
+        names += [name] if array.ndim == 1 else [f"{stem}{i}" for i in range(array.shape[1])]
+    check_names(names, path)
+    for start in range(0, count, rows):
+        blocks = [array[start : start + rows] for array in arrays.values()]
+        matrices = [block[:, None] if block.ndim == 1 else block for block in blocks]
+        try:
+            columns = [_column(matrix[:, i]) for matrix in matrices for i in range(matrix.shape[1])]
+        except UnicodeDecodeError:
+            raise DataError(f"{path} is a damaged NPZ file (text is not UTF-8); save it again.") from None
+        yield dict(zip(names, columns, strict=True))
 
 
 def _column(values: NDArray[Any]) -> Any:
@@ -100,20 +70,10 @@ def parquet_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
     types = _pandas_types()
     try:
         with parquet.ParquetFile(path) as file:
-            compressed = _compressed_texts(file)
-        # read as dictionaries: their size is known before unpacking
-        with parquet.ParquetFile(path, read_dictionary=compressed) as file:
             names = [name for name in file.schema_arrow.names if not _is_index(name)]
             check_names(names, path)
-            size = os.stat(path).st_size
-            unpacked = sum(
-                max(_CELL_BYTES * column.num_values, column.total_uncompressed_size) for column in _column_chunks(file)
-            )
-            check_unpacked(path, size, unpacked)
             for batch in file.iter_batches(batch_size=max(1, min(rows, CHUNK_BYTES // (_CELL_BYTES * len(names))))):
                 batch.validate(full=True)  # finds text that is not UTF-8
-                unpacked += sum(_text_bytes(array) for array in batch.columns)
-                check_unpacked(path, size, unpacked)
                 columns = {
                     name: _to_plain(array)
                     for name, array in zip(batch.schema.names, batch.columns, strict=True)
@@ -122,10 +82,6 @@ def parquet_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
                 yield pa.table(columns).to_pandas(types_mapper=types.get)
     except DataError:
         raise
-    except FileRefusedError as error:
-        raise DataError(
-            f"{path} is refused ({error_reason(error)}); write it with compression='none' and use_dictionary=False."
-        ) from None
     except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
         reason = error_reason(error)
         raise DataError(f"{path} is a damaged Parquet file ({reason}); copy or save it again.") from None
@@ -139,36 +95,6 @@ def _pandas_types() -> dict[Any, Any]:
     for name in (f"{sign}Int{bits}" for sign in ("", "U") for bits in (8, 16, 32, 64)):
         types[getattr(pa, name.lower())()] = getattr(pd, f"{name}Dtype")()
     return types
-
-
-def _column_chunks(file: Any) -> Iterator[Any]:
-    for group in (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)):
-        yield from (group.column(i) for i in range(group.num_columns))
-
-
-def _compressed_texts(file: Any) -> list[str]:
-    """Names of text columns that may take far more memory than disk."""
-    texts = {column.name for column in file.schema_arrow if _is_text(column.type)}
-    compressed = {
-        column.path_in_schema
-        for column in _column_chunks(file)
-        if column.total_uncompressed_size < UNPACKED_BYTES // 4
-        or column.total_uncompressed_size > 50 * column.total_compressed_size
-    }
-    return sorted(texts & compressed)
-
-
-def _is_text(kind: Any) -> bool:
-    types = arrow().types
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
-
-
-def _text_bytes(array: Any) -> int:
-    """Bytes of a dictionary's texts after unpacking."""
-    if not arrow().types.is_dictionary(array.type) or not _is_text(array.type.value_type):
-        return 0
-    compute = arrow("pyarrow.compute")
-    return compute.sum(compute.binary_length(array.dictionary).take(array.indices)).as_py() or 0
 
 
 def _is_index(name: str) -> bool:

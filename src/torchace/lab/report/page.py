@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchace._extras import import_extra
 from torchace._figures import STYLE, FigureSpec, render_svg
-from torchace._files import remove_abandoned, write_atomic
+from torchace._files import write_atomic
 from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
 from torchace.lab.report.findings import Finding, Headline, findings, headline, missing_runs
@@ -131,7 +131,6 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            remove_abandoned(folder / name)
             write_atomic(folder / name, content)
     except OSError as error:
         raise ResultFileError(f"Could not write the report to {folder}: {error.strerror or error}.") from error

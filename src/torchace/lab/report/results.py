@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace._files import ARRAYS_BYTES, read_bounded
 from torchace.lab.report.formats import quantity
 from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, with_own_metrics
 from torchace.lab.schema.reading import ResultFileError, read_result
@@ -184,7 +183,7 @@ def read_arrays(path: Path, sha256: str | None = None) -> dict[str, Array]:
     if sha256 is None and not path.exists():
         return {}
     try:
-        data = read_bounded(path, ARRAYS_BYTES)
+        data = path.read_bytes()
         arrays: dict[str, Array] = load(data)
     except OSError as error:
         raise ResultFileError(f"Could not read {name}: {error.strerror}.") from None

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from torchace._extras import import_extra
-from torchace._files import check_regular
 from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import GroupPlan, RunKey, RunResult
 from torchace.lab.schema.values import AXES
@@ -154,8 +153,6 @@ class EventLog(Callback):
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": now, "event": event, **content}, ensure_ascii=False)
         log = self.directory / LOG
-        if log.exists():
-            check_regular(log)  # a pipe would block
         with open(log, "ab") as file:
             if not self._is_open:
                 remove_partial_line(log)
@@ -240,7 +237,6 @@ class CSV(Tracker):
     def _read(self) -> set[tuple[str, str, str]]:
         if not self.file.exists():
             return set()
-        check_regular(self.file)
         remove_partial_line(self.file)
         with open(self.file, newline="", encoding="utf-8") as file:
             return {(row["run"], row["step"], row["metric"]) for row in csv.DictReader(file)}

@@ -25,7 +25,6 @@ import torch
 from pydantic import ValidationError
 
 import torchace
-from torchace._files import TOML_BYTES, check_depth, read_bounded
 from torchace.lab.report.metrics import TASKS
 from torchace.lab.schema.experiment import OPTIMIZERS, Arm, Experiment
 from torchace.lab.schema.reading import describe_error, did_you_mean
@@ -70,10 +69,6 @@ def load_experiment(
 def parse_experiment(content: Mapping[str, Any], where: str = "The configuration") -> Experiment:
     """Return an experiment from parsed TOML."""
     try:
-        check_depth(content)
-    except ValueError as error:
-        raise ConfigError(f"{where}: sections are {error}.") from error
-    try:
         return Experiment.model_validate(copy.deepcopy(dict(content)))
     except ValidationError as error:
         raise ConfigError(f"{where}: {describe_error(error, Experiment)}") from error
@@ -89,7 +84,7 @@ def _read_source(source: str) -> tuple[str, str]:
             f"but got {source!r}.{did_you_mean(source, builtin_names())}"
         )
     try:
-        text = read_bounded(path, TOML_BYTES).decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise ConfigError(f"Cannot read the experiment {path}: {reason}.") from error

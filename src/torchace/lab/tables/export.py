@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchace._extras import import_extra
-from torchace._files import remove_abandoned, write_atomic
+from torchace._files import write_atomic
 from torchace.lab.data.encoding import CategoryColumn
 from torchace.lab.tables.model import TableModel
 
@@ -76,7 +76,6 @@ def export_onnx(model: TableModel, path: Path) -> float:
     data = proto.SerializeToString()
     onnx.checker.check_model(data)
     difference = _compare(runtime, data, graph, rows)
-    remove_abandoned(path)
     write_atomic(path, data)
     return difference
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
+from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, write_atomic
 from torchace.lab.data import Split
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds, number_blocks
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
@@ -137,7 +137,6 @@ class TableFit:
 
     def _check_work(self) -> None:
         """Refuse a working directory with other content, because it is removed at the end."""
-        refuse_links(self.work.parent, [self.work.name])
         if self._request_file.exists():
             before = self._stored_request()
             if before != self.request() and not self.overwrite:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from torchace._files import atomic_file, error_reason, remove_abandoned
+from torchace._files import atomic_file, error_reason
 from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs, mutual_information, predictive_entropy
 from torchace.lab.data import DataError
 from torchace.lab.data.encoding import CategoryColumn, Encoding
@@ -247,7 +247,6 @@ def predict_file(
     chunks = _predict_chunks(model, data, keep, rows, Counter() if unseen is None else unseen)
     first = next(chunks)  # raises errors of the table before anything is written
     count = 0
-    remove_abandoned(out)
     with atomic_file(out) as temporary, writers[suffix](temporary) as write:
         for chunk in itertools.chain([first], chunks):
             if stop():

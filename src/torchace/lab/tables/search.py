@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchace._files import refuse_links, remove_abandoned, write_atomic
+from torchace._files import write_atomic
 from torchace.lab.data import Split
 from torchace.lab.store import RunStoreError, finite
 from torchace.lab.tables.table import Table
@@ -64,13 +64,11 @@ class TableSearch:
         return SearchProblem(self.plan, train, validation, self.table.num_outputs, self.seed), test
 
     def _check_directory(self) -> None:
-        """Refuse a directory with other content, or with symbolic links."""
+        """Refuse a directory with other content."""
         if self.directory.is_dir() and (names := os.listdir(self.directory)) and not CONTENT & set(names):
             raise RunStoreError(f"{self.directory} already holds other files. Choose another --out.")
-        refuse_links(self.directory, (*CONTENT, "study.db-journal"))
 
     def _write(self, result: Result) -> Result:
         file = self.directory / "tune.json"
-        remove_abandoned(file)
         write_atomic(file, (json.dumps(finite(result.to_dict()), indent=1) + "\n").encode())
         return result

@@ -18,7 +18,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import is_unchanged, read_bounded, read_json, remove_partial, with_checksum, write_atomic
+from torchace._files import is_unchanged, read_json, remove_partial, with_checksum, write_atomic
 from torchace.lab.schema.results import Failure
 from torchace.lab.training.distributed import Ranks, State
 from torchace.lab.training.evaluate import EarlyStopping
@@ -231,7 +231,7 @@ class Checkpoints:
             state = content["state"]
             if not _STATE.fullmatch(state["file"]) or type(state["bytes"]) is not int:  # no path outside the folder
                 raise ValueError(f"{MANIFEST} was changed or truncated")
-            data = read_bounded(self.directory / state["file"], state["bytes"])
+            data = (self.directory / state["file"]).read_bytes()
             if hashlib.sha256(data).hexdigest() != state["sha256"]:
                 raise ValueError(f"{state['file']} was changed or truncated")
             return content["progress"], load_safetensors(data)

@@ -20,7 +20,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import ARRAYS_BYTES, is_name, json_digest, read_bounded, remove_partial, write_atomic
+from torchace._files import json_digest, remove_partial, write_atomic
 from torchace._statistics import mean_over_seeds, mean_over_seeds_and_samples
 from torchace.lab.data import Split
 from torchace.lab.schema.results import Gain
@@ -239,7 +239,7 @@ class SearchCache:
         if content.get("search_sha256") != self._search:
             raise RunStoreError(f"{file} belongs to another search. Choose another --out, or remove the directory.")
         try:
-            data = read_bounded(arrays, 4 * ARRAYS_BYTES)
+            data = arrays.read_bytes()
             losses = load_safetensors(data)["losses"]
         except OSError as error:
             raise RunStoreError(f"Cannot read {arrays}: {error.strerror}. Remove {file} to train it again.") from error
@@ -260,7 +260,7 @@ class SearchCache:
     def checkpoint_policy(self, group: str) -> CheckpointPolicy:
         """Return the policy for a group and remove the checkpoints of others."""
         for folder in (self.directory / "checkpoints").glob("*"):
-            if folder.name != group and is_name(folder.name) and folder.is_dir():
+            if folder.name != group and folder.is_dir():
                 Checkpoints(folder).remove()
         return CheckpointPolicy(self._checkpoints(group), self.every_steps, self.every_seconds)
 

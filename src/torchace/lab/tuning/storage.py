@@ -31,7 +31,6 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
-from torchace._files import refuse_links
 from torchace.lab.tuning.search import fingerprint_difference
 
 CONNECT_TIMEOUT = 10  # seconds
@@ -148,7 +147,6 @@ class FileLock:
 
     def __init__(self, database: Path) -> None:
         name = f"{database.name}.lock"
-        refuse_links(database.parent, [name])
         try:
             database.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(database.with_name(name), "a")  # noqa: SIM115

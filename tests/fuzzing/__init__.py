@@ -1,1 +1,0 @@
-"""Files of every format, changed in every way: refused in one sentence, quickly and in little memory, or harmless."""
