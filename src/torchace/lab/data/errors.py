@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from torchace._extras import import_extra
 
@@ -30,18 +26,6 @@ class MissingTargetError(DataError):
     def __init__(self, problem: str, remedy: str = "for example with DataFrame.dropna") -> None:
         super().__init__(f"{problem}; fill in or remove such rows, {remedy}.")
         self.problem = problem
-
-
-def damaged_file(path: Path | str, reason: str) -> DataError:
-    """Error for a data set file that is not the official one."""
-    return DataError(f"{path} {reason}; replace it with the original file, or delete it to download it again.")
-
-
-def check_labels(labels: NDArray[Any], path: Path | str, num_classes: int) -> None:
-    """Check that labels read from a file, `(N,)`, are class indices."""
-    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
-    if len(wrong):
-        raise damaged_file(path, f"has label {labels[wrong[0]]} at image {wrong[0]}, outside 0 to {num_classes - 1}")
 
 
 def pandas() -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchace._checks import check_tensor, shape_of
+from torchace._checks import shape_of
 from torchace.lab.data.errors import DataError, quote, quote_all, row_number
 from torchace.lab.data.parsing import texts
 from torchace.lab.data.rng import hashed_key, permutation
@@ -85,26 +85,17 @@ class Split:
     weight: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_tensor(self.y, "y")
         for x in input_tensors(self.x):
-            check_tensor(x, "x")
-            if x.ndim == 0 or self.y.ndim == 0 or x.shape[0] != self.y.shape[0]:
+            if x.shape[:1] != self.y.shape[:1] or x.device != self.y.device:
                 raise ValueError(
-                    "Expected `x` and `y` with one entry for each sample, "
-                    f"but got shapes {shape_of(x)} and {shape_of(self.y)}."
-                )
-            if x.device != self.y.device:
-                raise ValueError(
-                    f"Expected `x` and `y` on one device, but got {x.device} and {self.y.device}. Move both."
+                    "Expected `x` and `y` with one entry for each sample on one device, but got shapes "
+                    f"{shape_of(x)} on {x.device} and {shape_of(self.y)} on {self.y.device}."
                 )
         if self.y.dtype != torch.int64 and not self.y.is_floating_point():
             raise TypeError(f"Expected `y` of type int64, but got {self.y.dtype}. Convert it: y.long().")
-        if self.weight is not None and (
-            self.weight.ndim not in (1, 2) or self.weight.shape[-1] != len(self) or self.weight.device != self.device
-        ):
+        if self.weight is not None and self.weight.shape[-1] != len(self):
             raise ValueError(
-                f"Expected `weight` of shape ({len(self)},) or (K, {len(self)}) on {self.device}, "
-                f"but got {shape_of(self.weight)} on {self.weight.device}."
+                f"Expected `weight` of shape ({len(self)},) or (K, {len(self)}), but got {shape_of(self.weight)}."
             )
 
     def __len__(self) -> int:
@@ -148,13 +139,7 @@ def stratified_split(split: Any, size: int | float, *, seed: int) -> tuple[Any, 
     `size` is a count (int) or a fraction (float). Rounding favors largest remainders, then lower classes. Both parts
     keep the order of the samples.
     """
-    count = _check_size(size, len(split))
-    labels = split.y.cpu()
-    if labels.dtype != torch.int64 or labels.ndim != 1 or int(labels.min()) < 0:
-        raise ValueError(
-            f"Expected class indices `y` of shape ({len(split)},), but got {labels.dtype} of shape {shape_of(labels)}. "
-            "Only class labels can be stratified."
-        )
+    count, labels = _count(size, len(split)), split.y.cpu()
     counts = torch.bincount(labels).tolist()
     quotas = [size * count // len(split) for size in counts]
     by_remainder = sorted(range(len(counts)), key=lambda label: (-(counts[label] * count % len(split)), label))
@@ -172,16 +157,23 @@ def random_split(split: Any, size: int | float, *, seed: int) -> tuple[Any, Any]
     """Split into the rest and a random part of `size`, stratified if the samples have known classes."""
     if split.y is not None and not split.y.is_floating_point():
         return stratified_split(split, size, seed=seed)
-    count = _check_size(size, len(split))
+    count = _count(size, len(split))
     order = permutation(seed, "split", count=len(split))
     return split.take(order[count:].sort().values), split.take(order[:count].sort().values)
 
 
-def _check_size(size: int | float, available: int) -> int:
-    if isinstance(size, bool) or not isinstance(size, int | float):
-        raise TypeError(f"Expected `size` to be a number of samples or a fraction, but got {type(size).__name__}.")
-    if isinstance(size, float) and not 0.0 < size < 1.0:
-        raise ValueError(f"Expected a fraction `size` between 0 and 1, but got {size}. Use an int to count samples.")
+def random_subset(split: Any, size: int, *, seed: int) -> Any:
+    """Return `size` random samples, in their order; a smaller subset of the same seed is part of a larger one.
+
+    Example:
+        >>> split = Split(torch.arange(6.0), torch.arange(6))
+        >>> random_subset(split, 2, seed=0).y.tolist(), random_subset(split, 4, seed=0).y.tolist()
+        ([3, 4], [0, 1, 3, 4])
+    """
+    return split.take(permutation(seed, "limit", count=len(split))[:size].sort().values)
+
+
+def _count(size: int | float, available: int) -> int:
     count = size if isinstance(size, int) else round(size * available)
     if not 0 < count < available:
         raise ValueError(
@@ -203,13 +195,6 @@ def train_val_test_split(
     Classes `(N,)` of int64 are stratified, each with a training row; floating-point targets are split at random. A
     `column` with the part of every row decides instead; without a validation row in it, some training rows are drawn.
     """
-    check_tensor(targets, "targets")
-    is_number = targets.is_floating_point()
-    if targets.ndim != 1 + (is_number and targets.ndim == 2) or not (is_number or targets.dtype == torch.int64):
-        raise ValueError(
-            "Expected `targets` as class indices (N,) of int64, or numbers (N,) or (N, M) of a floating-point type, "
-            f"but got {targets.dtype} of shape {shape_of(targets)}."
-        )
     targets = targets.cpu()
     shares = [float(fraction) for fraction in fractions]
     if not (len(shares) == 3 and abs(sum(shares) - 1) < 1e-9 and shares[0] > 0 and shares[1] > 0 and shares[2] >= 0):
@@ -251,16 +236,13 @@ def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> 
     if not targets.is_floating_point():
         rest, taken = stratified_split(Split(rows, targets[rows]), count, seed=key)
         return rest.x, taken.x
-    is_taken = torch.zeros(len(rows), dtype=torch.bool)
-    is_taken[permutation(key, count=len(rows))[:count]] = True
-    return rows[~is_taken], rows[is_taken]
+    order = permutation(key, count=len(rows))
+    return rows[order[count:].sort().values], rows[order[:count].sort().values]
 
 
 def _parts_from_column(column: Series, targets: Tensor, *, needs_test: bool) -> SplitIndices:
     """Rows of each part according to a column of the file."""
     name, cells = quote(column.name), texts(column)
-    if len(cells) != len(targets):
-        raise ValueError(f"Expected `column` with {len(targets)} rows, as many as `targets`, but got {len(cells)}.")
     codes = np.asarray([-1 if cell is None else _PART_CODES.get(cell.lower(), -1) for cell in cells.to_pylist()])
     if (codes < 0).any():
         wrong = int(np.flatnonzero(codes < 0)[0])
