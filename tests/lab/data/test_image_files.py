@@ -63,7 +63,7 @@ def test_download_once(server, monkeypatch, capsys, progress):
     served_mnist(url, folder, monkeypatch)
     first = load("mnist", progress=progress)
     assert sorted(path.name for path in (cache_dir() / "mnist").iterdir()) == sorted(p.name for p in folder.iterdir())
-    assert ("train-images-idx3-ubyte.gz" in capsys.readouterr().err) == progress
+    assert ("100%" in capsys.readouterr().err) == progress
     monkeypatch.setattr("pooch.retrieve", None)  # from now on a download would fail
     again = load("mnist")
     assert first.train.x.equal(again.train.x)
@@ -146,9 +146,8 @@ def test_a_data_folder_that_is_not_there(tmp_path, monkeypatch):
     load("digits")  # needs no folder
 
 
-@pytest.mark.parametrize("module", ["pooch", "rich.progress"])
-def test_without_the_extra(monkeypatch, module):
-    monkeypatch.setitem(sys.modules, module, None)
+def test_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(ImportError, match=r"pip install 'torchace\[tool\]'") as error:
         load("mnist")
     assert "\n" not in str(error.value)

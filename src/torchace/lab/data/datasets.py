@@ -21,8 +21,7 @@ from torchace.lab.data.errors import DataError
 from torchace.lab.data.image_files import (
     ENVIRONMENT,
     SOURCES,
-    CifarSource,
-    IdxSource,
+    Source,
     damaged_file,
     find,
     read_cifar,
@@ -108,11 +107,11 @@ def load(
             )
         return download_file(source, names[0], sha256, folders[-1], progress=progress)
 
-    train, test = (_cifar_parts if isinstance(source, CifarSource) else _idx_parts)(source, folders, locate)
+    train, test = (_cifar_parts if source.archive else _idx_parts)(source, folders, locate)
     return _dataset(source.name, train, test, class_names=source.class_names, max_value=255)
 
 
-def _idx_parts(source: IdxSource, folders: list[Path], locate: Callable[[Sequence[str], str], Path]) -> list[Split]:
+def _idx_parts(source: Source, folders: list[Path], locate: Callable[[Sequence[str], str], Path]) -> list[Split]:
     parts = []
     # locate all four first: report a missing file before reading any
     files = [*source.train, *source.test]
@@ -126,7 +125,7 @@ def _idx_parts(source: IdxSource, folders: list[Path], locate: Callable[[Sequenc
     return [_split(x[:, None], y) for x, y in (parts[:2], parts[2:])]
 
 
-def _cifar_parts(source: CifarSource, folders: list[Path], locate: Callable[[Sequence[str], str], Path]) -> list[Split]:
+def _cifar_parts(source: Source, folders: list[Path], locate: Callable[[Sequence[str], str], Path]) -> list[Split]:
     batch = find([folder / inner for folder in folders for inner in ("cifar-10-batches-bin", ".")], [*source.batches])
     batches = read_cifar(locate([source.archive], source.sha256) if batch is None else batch.parent, source)
     x, y = (np.concatenate([batch[part] for batch in batches[:-1]]) for part in (0, 1))

@@ -20,14 +20,6 @@ class DataError(ValueError):
         super().__init__(message.replace("\r", " ").replace("\n", " "))
 
 
-class MissingTargetError(DataError):
-    """A row without a target."""
-
-    def __init__(self, problem: str, remedy: str = "for example with DataFrame.dropna") -> None:
-        super().__init__(f"{problem}; fill in or remove such rows, {remedy}.")
-        self.problem = problem
-
-
 def pandas() -> Any:
     """Import pandas."""
     return import_extra("pandas", "A table needs")
@@ -36,9 +28,6 @@ def pandas() -> Any:
 def arrow(module: str = "pyarrow") -> Any:
     """Import pyarrow, or one of its modules by full name."""
     return import_extra(module, "A table needs")
-
-
-# -- parts of messages about tables -----------------------------------------------------------------------------------
 
 
 def row_number(table: DataFrame | Series, place: int) -> int:
@@ -75,6 +64,6 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {quote(by_form[close[0]])}?)" if close else ""
 
 
-def more_rows(count: int, before: str = " and ", after: str = "") -> str:
+def more_rows(count: int) -> str:
     """Count such as ` and 3 more rows`, or an empty string."""
-    return "" if count <= 0 else f"{before}{count} more {'row' if count == 1 else 'rows'}{after}"
+    return "" if count <= 0 else f" and {count} more {'row' if count == 1 else 'rows'}"

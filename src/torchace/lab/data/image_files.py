@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -39,35 +38,23 @@ class IdxFile:
 
 @dataclass(frozen=True)
 class Source:
-    """Data set with `folders` to search under `$TORCHACE_DATA`."""
+    """Data set with `folders` to search under `$TORCHACE_DATA`: four idx files, or an archive of six batches."""
 
     name: str
     title: str
     class_names: tuple[str, ...]
     folders: tuple[str, ...]
     urls: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class IdxSource(Source):
-    """Data set of four idx files: images and labels for training and testing."""
-
-    train: tuple[IdxFile, IdxFile]
-    test: tuple[IdxFile, IdxFile]
-
-
-@dataclass(frozen=True)
-class CifarSource(Source):
-    """CIFAR-10 in six batches of `count` images, the last for testing."""
-
-    archive: str
-    sha256: str  # of the archive
-    count: int
-    batches: dict[str, str] = field(repr=False)  # file name: SHA-256
+    train: tuple[IdxFile, ...] = ()  # images and labels
+    test: tuple[IdxFile, ...] = ()
+    archive: str = ""
+    sha256: str = ""  # of the archive
+    count: int = 0  # images in a batch
+    batches: dict[str, str] = field(default_factory=dict, repr=False)  # file name: SHA-256; the last for testing
 
 
 _CONTENT = tomllib.loads(Path(__file__).with_name("sources.toml").read_text())
-SOURCES = TypeAdapter(dict[str, IdxSource | CifarSource]).validate_python(
+SOURCES = TypeAdapter(dict[str, Source]).validate_python(
     {name: {"name": name, **content} for name, content in _CONTENT.items()}
 )
 
@@ -106,42 +93,18 @@ def find(folders: Sequence[Path], names: Sequence[str]) -> Path | None:
 def download(source: Source, name: str, sha256: str, folder: Path, *, progress: bool = True) -> Path:
     """Download a file from the first working address; it appears only complete and with the right hash."""
     pooch = import_extra("pooch", f"Downloading {source.title} needs")
-    pooch.get_logger().setLevel("WARNING")
+    pooch.get_logger().setLevel("INFO" if progress else "WARNING")
     failures = []
     for url in source.urls:
-        bar = _ProgressBar(name) if progress else None
         try:
-            downloader = pooch.HTTPDownloader(progressbar=bar or False, chunk_size=1 << 16, timeout=30)
+            downloader = pooch.HTTPDownloader(progressbar=progress, timeout=30)
             return Path(pooch.retrieve(url + name, f"sha256:{sha256}", fname=name, path=folder, downloader=downloader))
         except (OSError, ValueError) as error:  # network errors are OSErrors, a wrong hash is a ValueError
             failures.append(f"{urlsplit(url).hostname}: {error_reason(error)}")
-        finally:
-            if bar is not None:
-                bar.close()
     raise DataError(
         f"{name} of {source.title} could not be downloaded ({'; '.join(failures)}); check the connection, or put the "
         f"file in {folder} or in the folder that {ENVIRONMENT} names."
     )
-
-
-class _ProgressBar:
-    """Adapt rich's progress bar to the interface that pooch expects."""
-
-    def __init__(self, name: str) -> None:
-        console = import_extra("rich.console", "A progress bar needs").Console(stderr=True)
-        rich = import_extra("rich.progress", "A progress bar needs")
-        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn())
-        self._progress: Any = rich.Progress(*columns, rich.TimeRemainingColumn(), console=console)
-        self._task = self._progress.add_task(name, total=None)
-        self._progress.start()
-        self.close = self._progress.stop
-        self.total: int | None = None  # set by pooch
-
-    def update(self, count: int) -> None:
-        self._progress.update(self._task, advance=count, total=self.total)
-
-    def reset(self) -> None:
-        self._progress.update(self._task, completed=0)
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------
@@ -164,7 +127,7 @@ Arrays = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # images (N, 3, 32, 32), l
 _PIXELS = 3 * 32 * 32
 
 
-def read_cifar(folder_or_archive: Path, source: CifarSource) -> list[Arrays]:
+def read_cifar(folder_or_archive: Path, source: Source) -> list[Arrays]:
     """Read the batches in a folder or in the official .tar.gz, the test batch last."""
     files: dict[str, bytes] = {}
     try:

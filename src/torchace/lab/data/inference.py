@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,12 +59,7 @@ _IDENTIFIER = re.compile(
 )
 
 
-class InferredColumns(NamedTuple):
-    """Feature columns of a table, those left out with the reasons, and notes."""
-
-    columns: tuple[Column, ...]
-    dropped: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
+InferredColumns = tuple[tuple[Column, ...], tuple[tuple[str, str], ...], tuple[str, ...]]
 
 
 def infer_schema(
@@ -97,7 +92,7 @@ def infer_schema(
     found = [_infer_target(frame[name], task, formats[name], notes) for name in targets]
     predicted = replace(found[0], names=tuple(targets), formats=tuple(f for one in found for f in one.formats))
     features = [name for name in frame.columns if name not in left_out and name not in targets]
-    columns, dropped, more = _infer_columns(frame[features], kinds, formats)
+    columns, dropped, more = infer_columns(frame[features], kinds, formats)
     if not columns:
         why = f" ({quote(dropped[-1][0])} is left out: {dropped[-1][1]})" if dropped else ""
         raise DataError(
@@ -108,12 +103,15 @@ def infer_schema(
     return Schema(columns, predicted, (*notes, *more), (*dropped, *requested))
 
 
-def infer_columns(frame: DataFrame, kinds: Mapping[str, str] | None = None) -> InferredColumns:
-    """Infer the kind and format of every column of a table.
+def infer_columns(
+    frame: DataFrame, kinds: Mapping[str, str] | None = None, formats: Mapping[str, tuple[str, float]] | None = None
+) -> InferredColumns:
+    """Infer the kind and format of every column of a table; return columns, those left out with reasons, and notes.
 
     Columns of numbers (`MIN_SHARE` of the cells, in one of `NUMBER_FORMATS`) are "number", columns of dates "date",
     other texts, truth values and pandas categories "category". Left out, unless `kinds` gives the kind: columns that
-    are empty, constant, identifiers, free text, or equal to an earlier column.
+    are empty, constant, identifiers, free text, or equal to an earlier column. `formats` is the result of
+    `number_formats`, if known.
 
     Example:
         >>> import pandas as pd
@@ -122,8 +120,24 @@ def infer_columns(frame: DataFrame, kinds: Mapping[str, str] | None = None) -> I
         >>> [(column.name, column.kind, column.format) for column in columns], dropped[0][0]
         ([('price', 'number', '1234,5'), ('fur', 'category', '')], 'id')
     """
-    frame = check_columns(frame)
-    return _infer_columns(frame, kinds or {}, number_formats({name: frame[name] for name in frame.columns}))
+    frame, kinds = check_columns(frame), kinds or {}
+    formats = formats or number_formats({name: frame[name] for name in frame.columns})
+    columns: list[Column] = []
+    row_numbers: list[Column] = []
+    dropped: list[tuple[str, str]] = []
+    notes: list[str] = []
+    seen: dict[bytes, str] = {}
+    for name in frame.columns:
+        column = _infer_column(frame[name], kinds.get(name), formats[name], notes, seen)
+        if isinstance(column, str):
+            dropped.append((name, column))
+        elif name not in kinds and column.kind == "number" and _is_row_number(frame[name], column.format):
+            row_numbers.append(column)
+        else:
+            columns.append(column)
+    if columns:
+        dropped += [(column.name, "an identifier: it numbers the rows") for column in row_numbers]
+    return tuple(columns or row_numbers), tuple(dropped), tuple(notes)
 
 
 def missing_targets(column: Series, task: str | None = None) -> NDArray[np.bool_]:
@@ -157,27 +171,6 @@ def _check_request(
 
 
 # -- kinds of columns --------------------------------------------------------------------------------------------------
-
-
-def _infer_columns(
-    frame: DataFrame, kinds: Mapping[str, str], formats: Mapping[str, tuple[str, float]]
-) -> InferredColumns:
-    columns: list[Column] = []
-    row_numbers: list[Column] = []
-    dropped: list[tuple[str, str]] = []
-    notes: list[str] = []
-    seen: dict[bytes, str] = {}
-    for name in frame.columns:
-        column = _infer_column(frame[name], kinds.get(name), formats[name], notes, seen)
-        if isinstance(column, str):
-            dropped.append((name, column))
-        elif name not in kinds and column.kind == "number" and _is_row_number(frame[name], column.format):
-            row_numbers.append(column)
-        else:
-            columns.append(column)
-    if columns:
-        dropped += [(column.name, "an identifier: it numbers the rows") for column in row_numbers]
-    return InferredColumns(tuple(columns or row_numbers), tuple(dropped), tuple(notes))
 
 
 def _infer_column(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,11 +33,10 @@ from torchace.lab.data.splits import (
     input_tensors,
     random_split,
 )
-from torchace.lab.data.table_schema import get_column, target_numbers
 from torchace.lab.data.tables import read_arrays, read_table
 
 if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped]
+    pass  # type: ignore[import-untyped]
 
 FORMS = "give (X, y), a DataFrame with `target`, or a map-style Dataset"
 MEMORY_SHARE = 0.5  # of the available memory that the samples may take
@@ -208,14 +208,12 @@ def _has_frame(value: Any) -> bool:
 
 
 def _join_target(part: Any) -> Any:
-    """Return (DataFrame, targets) as one DataFrame; its target column is named "target" if it has no name."""
+    """Return (DataFrame, targets) as one DataFrame with columns "target", or "target 0", "target 1", …."""
     if not _has_frame(part):
         return part
-    frame, y = part
-    frame = frame.reset_index(drop=True)
-    y = pandas().DataFrame(np.asarray(y), columns=getattr(y, "columns", None))
+    y = pandas().DataFrame(np.asarray(part[1]))
     names = ["target"] if y.shape[1] == 1 else [f"target {i}" for i in range(y.shape[1])]
-    return pandas().concat([frame, y.set_axis(names, axis=1)], axis=1)
+    return pandas().concat([part[0].reset_index(drop=True), y.set_axis(names, axis=1)], axis=1)
 
 
 def _table_splits(frames: dict[str, Any], options: DataOptions) -> tuple[dict[str, AnySplit], tuple[str, ...]]:
@@ -223,38 +221,18 @@ def _table_splits(frames: dict[str, Any], options: DataOptions) -> tuple[dict[st
         if not _is_frame(frame):
             raise DataError(f"Expected a DataFrame for the {part} data too, but got {type(frame).__name__}.")
     train = frames["training"]
-    targets = _target_columns(train, options)
-    if len(targets) == 1 and options.task != "multilabel":
-        schema = infer_schema(train, targets[0], options.task)
-        names = tuple(map(str, schema.target.class_names)) if options.task == "classification" else ()
-    else:
-        schema = infer_schema(train.drop(columns=targets[1:]), targets[0], "regression")
-        names = tuple(targets) if options.task == "multilabel" else ()
+    targets = [options.target] if isinstance(options.target, str) else list(options.target or ())
+    targets = targets or [name for name in train.columns if re.fullmatch("target( [0-9]+)?", str(name))]
+    if not targets:
+        raise DataError("A table needs `target`, the name of the column to predict.")
+    schema = infer_schema(train, targets, "classification" if options.task == "classification" else "regression")
     encoding = learn_encoding(schema, train, method="standard")  # one input a column: own networks know their width
     encoder = encoding.encoder()
     splits: dict[str, AnySplit] = {}
     for part, frame in frames.items():
-        if options.task == "classification":
-            y = encoding.schema.targets(frame)
-        else:
-            columns = [target_numbers(get_column(frame, name, "the target")) for name in targets]
-            y = torch.from_numpy(np.stack(columns, 1))
-        x = encoder(encoding.matrix(frame))
-        splits[part] = Split(x, as_targets(y, options.task, part)).to(options.device)
-    return splits, names
-
-
-def _target_columns(frame: DataFrame, options: DataOptions) -> list[str]:
-    target = options.target
-    if target is None:
-        found = [name for name in map(str, frame.columns) if name == "target" or name.startswith("target ")]
-        if not found:
-            raise DataError("A table needs `target`, the name of the column to predict.")
-        return found
-    names = [target] if isinstance(target, str) else list(target)
-    for name in names:
-        get_column(frame, name, "the target")
-    return names
+        y = as_targets(schema.targets(frame), options.task, part)
+        splits[part] = Split(encoder(encoding.matrix(frame)), y).to(options.device)
+    return splits, tuple(targets) if options.task == "multilabel" else tuple(schema.target.class_names)
 
 
 # -- map-style Datasets ------------------------------------------------------------------------------------------------

@@ -68,7 +68,6 @@ def as_arguments(network: nn.Module, x: Inputs) -> list[Any]:
     return [x.get(parameter.name, parameter.default) for parameter in named[: last + 1]]
 
 
-PARTS = ("train", "validation", "test")
 _PART_CODES = {"train": 0, "training": 0, "validation": 1, "valid": 1, "val": 1, "test": 2}
 
 
@@ -126,7 +125,7 @@ class Split:
 
 
 class SplitIndices(NamedTuple):
-    """Row indices of each part, int64, sorted and disjoint."""
+    """Row indices of each part, sorted and disjoint."""
 
     train: Tensor
     validation: Tensor
@@ -242,18 +241,18 @@ def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> 
 
 def _parts_from_column(column: Series, targets: Tensor, *, needs_test: bool) -> SplitIndices:
     """Rows of each part according to a column of the file."""
-    name, cells = quote(column.name), texts(column)
-    codes = np.asarray([-1 if cell is None else _PART_CODES.get(cell.lower(), -1) for cell in cells.to_pylist()])
+    name, cells = quote(column.name), texts(column).to_pylist()
+    codes = np.asarray([-1 if cell is None else _PART_CODES.get(cell.lower(), -1) for cell in cells])
     if (codes < 0).any():
         wrong = int(np.flatnonzero(codes < 0)[0])
-        found = quote(column.iloc[wrong]) if cells[wrong].is_valid else "nothing"
+        found = "nothing" if cells[wrong] is None else quote(cells[wrong])
         raise DataError(
             f"Column {name} has {found} in row {row_number(column, wrong)}, which is not a part; write train, "
             "validation or test in every row."
         )
-    parts = SplitIndices(*(torch.from_numpy(np.flatnonzero(codes == code)) for code in range(len(PARTS))))
-    for part, rows in zip(PARTS, parts, strict=True):
-        if not len(rows) and (part == "train" or (part == "test" and needs_test)):
+    parts = SplitIndices(*(torch.from_numpy(np.flatnonzero(codes == code)) for code in range(3)))
+    for part, rows, is_needed in (("train", parts.train, True), ("test", parts.test, needs_test)):
+        if is_needed and not len(rows):
             raise DataError(
                 f"Column {name} has no row for {part}; write {part} in some, or leave the column out for random parts."
             )
@@ -261,14 +260,14 @@ def _parts_from_column(column: Series, targets: Tensor, *, needs_test: bool) -> 
 
 
 def _check_classes_trained(targets: Tensor, parts: SplitIndices, column: Series, classes: Sequence[object]) -> None:
-    seen = set(targets[parts.train].tolist())
     for part, rows in (("validation", parts.validation), ("test", parts.test)):
-        for row in rows.tolist():
-            if (label := int(targets[row])) not in seen:
-                raise DataError(
-                    f"The class {quote(classes[label] if classes else label)} is in the {part} part (row "
-                    f"{row_number(column, row)}) but not in the training part; put a row of it there."
-                )
+        unknown = rows[~torch.isin(targets[rows], targets[parts.train])]
+        if len(unknown):
+            row, label = int(unknown[0]), int(targets[unknown[0]])
+            raise DataError(
+                f"The class {quote(classes[label] if classes else label)} is in the {part} part (row "
+                f"{row_number(column, row)}) but not in the training part; put a row of it there."
+            )
 
 
 REMEDY = "task='regression' for numbers or task='multilabel' for several labels per sample"
@@ -324,13 +323,12 @@ def encode_labels(parts: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
     train, *_ = labels.values()
     if train.dtype.kind not in "OSU":
         return labels, ()
+    names = np.unique(train.astype(str))
     for part, y in labels.items():
         missing = [i for i, label in enumerate(y.flat) if label is None or label != label]
         if missing:
             raise DataError(f"The {part} data has no label in sample {missing[0]}; leave such samples out.")
-    names = np.unique(train.astype(str))
-    for part, y in labels.items():
-        if unknown := sorted(set(y.astype(str).tolist()) - set(names.tolist())):
+        if len(unknown := np.setdiff1d(y.astype(str), names)):
             raise DataError(
                 f"The {part} data has the class {quote(unknown[0])}, but the training data has {quote_all(names)}; put "
                 "a sample of it there."
@@ -342,11 +340,10 @@ def find_missing_classes(train: Tensor | None, test: Tensor | None, names: Seque
     """Return a note for each part of the data that has no sample of some class."""
     notes = []
     for part, y in (("training", train), ("test", test)):
-        if y is None:
+        if y is None:  # not known before reading
             continue
-        counts = torch.bincount(y.cpu(), minlength=len(names))
-        missing = [name for name, count in zip(names, counts.tolist(), strict=True) if not count]
-        if missing:
+        present = set(y.unique().tolist())
+        if missing := [name for label, name in enumerate(names) if label not in present]:
             what = "class" if len(missing) == 1 else "classes"
             remedy = "results say nothing about it" if part == "test" else "no member can learn it"
             notes.append(f"The {part} data has no sample of the {what} {quote_all(missing)}; {remedy}.")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torchace.lab.data.errors import (
     DataError,
-    MissingTargetError,
     first_duplicate,
     more_rows,
     pandas,
@@ -176,9 +175,8 @@ def check_features(
         if len(places):
             first = int(places[0])
             raise DataError(
-                f"Column {quote(column.name)} holds {kind}s, but row {row_number(column, first)} has "
-                f"{quote(column.iloc[first])}, which is {what}{more_rows(len(places) - 1, ' (likewise ', ')')}; "
-                f"{remedy}."
+                f"Column {quote(column.name)} holds {kind}s, but row {row_number(column, first)}"
+                f"{more_rows(len(places) - 1)} has {quote(column.iloc[first])}, which is {what}; {remedy}."
             )
 
 
@@ -186,7 +184,8 @@ def _check_present(column: Series, missing: NDArray[np.bool_]) -> None:
     places = np.flatnonzero(missing)
     if len(places):
         first = int(places[0])
-        raise MissingTargetError(
+        raise DataError(
             f"The target {quote(column.name)} has no value in row {row_number(column, first)}"
-            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value)"
+            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value); fill in or remove "
+            "such rows, for example with DataFrame.dropna or --skip-missing-target."
         )
