@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ from torchace.lab.data.splits import (
     random_split,
 )
 from torchace.lab.data.tables import read_arrays, read_table
-
-if TYPE_CHECKING:
-    pass  # type: ignore[import-untyped]
 
 FORMS = "give (X, y), a DataFrame with `target`, or a map-style Dataset"
 MEMORY_SHARE = 0.5  # of the available memory that the samples may take
@@ -155,7 +152,8 @@ def _array_splits(parts: dict[str, Any], options: DataOptions) -> tuple[dict[str
         if len(given) != 2 or given[1] is None:
             got = f"{len(given)} values" if len(given) != 2 else "no targets"
             raise DataError(f"Expected (X, y) for the {part} data, but got {got}; {FORMS}.")
-    targets, names = {part: y for part, (_, y) in parts.items()}, ()
+    targets = {part: y for part, (_, y) in parts.items()}
+    names: tuple[str, ...] = ()
     if options.task == "classification" and not isinstance(next(iter(targets.values())), Tensor):
         targets, names = encode_labels(targets)
     return {part: _array_split(parts[part][0], y, part, options) for part, y in targets.items()}, names
