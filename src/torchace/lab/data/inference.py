@@ -266,12 +266,10 @@ def _find_code(cells: Series) -> str | None:
     if is_numeric(cells) or is_category(cells):
         return None
     present = texts(cells).drop_null().unique()
-    widths = pc.min_max(pc.utf8_length(present)).as_py()
-    if widths["min"] != widths["max"] or (widths["min"] or 0) < CODE_DIGITS:
+    width = len(present[0].as_py()) if len(present) else 0
+    if width < CODE_DIGITS or not pc.all(pc.match_substring_regex(present, f"^[0-9]{{{width}}}$")).as_py():
         return None
-    if not pc.all(pc.match_substring_regex(present, "^[0-9]+$")).as_py():
-        return None
-    return next(iter(present.filter(pc.starts_with(present, "0"))[:1].to_pylist()), None)
+    return next(iter(present.filter(pc.starts_with(present, "0")).to_pylist()), None)
 
 
 def _note_cases(what: str, labels: Any, notes: list[str]) -> None:

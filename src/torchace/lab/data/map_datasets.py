@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
@@ -118,12 +119,6 @@ def is_random(items: Items) -> bool:
     return False
 
 
-def item_bytes(items: Items) -> int:
-    """Return the size of one item's tensors."""
-    x, y, _ = items.read([(0, 0)])
-    return sum(t.nbytes for t in (*input_tensors(x), y))
-
-
 def read_all(items: Items, num_workers: int = 0) -> tuple[Inputs, Tensor]:
     """Read all items into tensors; random numbers depend on the index alone."""
     parts = list(_read_batches(items, _batches_in_order(range(len(items)), READ_AT_ONCE), num_workers))
@@ -185,10 +180,7 @@ class StreamedSplit:
             check_classes(y, self.num_classes, part, indices)
         if self.device.type == "cpu":
             return x, y
-        return map_inputs(self._move, x), self._move(y)
-
-    def _move(self, values: Tensor) -> Tensor:
-        return values.pin_memory().to(self.device, non_blocking=True)
+        return tree_map(lambda values: values.pin_memory().to(self.device, non_blocking=True), (x, y))
 
     @cached_property
     def x(self) -> Inputs:

@@ -21,7 +21,7 @@ from torchace.lab.data.datasets import Dataset, channel_statistics
 from torchace.lab.data.encoding import learn_encoding
 from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.inference import infer_schema
-from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, item_bytes, read_all
+from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, read_all
 from torchace.lab.data.splits import (
     Inputs,
     Split,
@@ -58,8 +58,9 @@ def make_dataset(
 ) -> Dataset:
     """Return a data set of a user's training, test and perhaps validation data, checked."""
     parts = {"training": train, "test": test} | ({} if validation is None else {"validation": validation})
-    if any(_is_frame(part) or _has_frame(part) for part in parts.values()):
-        splits, names = _table_splits({part: _join_target(given) for part, given in parts.items()}, options)
+    parts = {part: _join_target(given) for part, given in parts.items()}
+    if any(map(_is_frame, parts.values())):
+        splits, names = _table_splits(parts, options)
     elif all(map(_is_pair, parts.values())):
         splits, names = _array_splits(parts, options)
     else:
@@ -201,13 +202,9 @@ def _is_frame(value: Any) -> bool:
     return hasattr(value, "columns") and hasattr(value, "iloc")
 
 
-def _has_frame(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and _is_frame(value[0])
-
-
 def _join_target(part: Any) -> Any:
     """Return (DataFrame, targets) as one DataFrame with columns "target", or "target 0", "target 1", …."""
-    if not _has_frame(part):
+    if not isinstance(part, tuple | list) or len(part) != 2 or not _is_frame(part[0]):
         return part
     y = pandas().DataFrame(np.asarray(part[1]))
     names = ["target"] if y.shape[1] == 1 else [f"target {i}" for i in range(y.shape[1])]
@@ -253,7 +250,8 @@ def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
         device = torch.device(options.device)
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
         available = MEMORY_SHARE * min(free, available_memory() or math.inf)
-        streams = item_bytes(items) * len(items) > available
+        x, y, _ = items.read([(0, 0)])
+        streams = sum(tensor.nbytes for tensor in (*input_tensors(x), y)) * len(items) > available
     if not streams:
         return _array_split(*read_all(items, options.num_workers), part, options)
     labels = getattr(dataset, "targets", None) if options.task == "classification" else None  # as torchvision has them

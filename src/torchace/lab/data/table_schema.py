@@ -95,7 +95,11 @@ class Schema:
         frame = check_columns(frame)
         columns = [get_column(frame, name, "the target") for name in self.target.names]
         if self.target.task == "regression":
-            found = [target_numbers(c, format) for c, format in zip(columns, self.target.formats, strict=True)]
+            found = []
+            for column, format in zip(columns, self.target.formats, strict=True):
+                values, invalid = numbers(column, format)
+                check_targets(column, values, invalid)
+                found.append(values)
             return torch.from_numpy(np.stack(found, 1) if len(found) > 1 else found[0])
         if self.target.task == "multilabel":
             raise DataError("A multilabel model cannot be scored on a file; score it in Python.")
@@ -139,13 +143,6 @@ def feature_numbers(cells: Series, column: Column) -> NDArray[np.float64]:
     """Numbers of a feature column, or seconds since 1970 of dates, `(N,)`, NaN where one is missing."""
     values, invalid = (dates if column.kind == "date" else numbers)(cells, column.format)
     check_features(cells, values, invalid & (not column.lenient), column.kind)
-    return values
-
-
-def target_numbers(column: Series, format: str = "") -> NDArray[np.float64]:
-    """Numbers of a target column, `(N,)`, none missing."""
-    values, invalid = numbers(column, format)
-    check_targets(column, values, invalid)
     return values
 
 
