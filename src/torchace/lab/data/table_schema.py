@@ -170,10 +170,10 @@ def check_features(
     for wrong, what in ((invalid, f"not a {kind}"), (np.isinf(values), "infinite or too large")):
         places = np.flatnonzero(wrong)
         if len(places):
-            first = int(places[0])
+            first, others = int(places[0]), more_rows(len(places) - 1)
             raise DataError(
-                f"Column {quote(column.name)} holds {kind}s, but row {row_number(column, first)}"
-                f"{more_rows(len(places) - 1)} has {quote(column.iloc[first])}, which is {what}; {remedy}."
+                f"Column {quote(column.name)} holds {kind}s, but row {row_number(column, first)} has "
+                f"{quote(column.iloc[first])}, which is {what}{others and f' ({others.strip()})'}; {remedy}."
             )
 
 

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from torchace._checks import check_count
@@ -205,11 +205,11 @@ def npz_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Read all arrays of an NPZ file; Python objects are never unpickled."""
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with open(path, "rb") as file, NpzFile(file, allow_pickle=False) as arrays:
             return dict(arrays)
     except FileNotFoundError:
         raise DataError(f"There is no file {path}; check the path.") from None
-    except (*FILE_ERRORS, AttributeError, TypeError) as error:  # the last two: an NPY file
+    except FILE_ERRORS as error:
         raise DataError(
             f"{path} is not a readable NPZ file ({error_reason(error)}); write numbers or texts with numpy.savez(file, "
             "x=x, y=y)."
