@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import re
 from collections.abc import Mapping, Sequence
@@ -62,31 +61,3 @@ def matrix_of_chunks(encoding: Encoding, path: Path, rows: int) -> torch.Tensor:
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal bit for bit, NaN too."""
     return left.dtype == right.dtype and torch.equal(left.view(torch.int64), right.view(torch.int64))
-
-
-def mutate(content: Any) -> list[Any]:
-    """Every value of a JSON document replaced by others, one at a time, and every key left out."""
-    found = []
-
-    def visit(part: Any, path: list[Any]) -> None:
-        for other in (None, True, -1, 0.5, "x", [], {}, [None], {"x": 1}):
-            found.append((path, other))
-        if path and isinstance(path[-1], str):
-            found.append((path, KeyError))
-        for key, value in part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ():
-            visit(value, [*path, key])
-
-    visit(content, [])
-    documents = []
-    for path, other in found:
-        whole = {"whole": copy.deepcopy(content)}
-        place: Any = whole
-        *before, last = ["whole", *path]
-        for key in before:
-            place = place[key]
-        if other is KeyError:
-            del place[last]
-        else:
-            place[last] = other
-        documents.append(whole.get("whole"))
-    return documents

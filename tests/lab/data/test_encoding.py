@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.lab.data.tables_support import learn, matrix_of_chunks, mutate, one_sentence, pets, same, write_csv
+from tests.lab.data.tables_support import learn, matrix_of_chunks, one_sentence, pets, same, write_csv
 from tests.reference.tables import category_features, exact_root, number_features
 from torchace.lab.data import (
     CategoryColumn,
@@ -343,23 +343,6 @@ def test_json_round_trip(target):
         assert (again.target_scales[0].mean, again.target_scales[0].std) == mean_and_std(frame["size"].to_numpy())
     else:
         assert again.target_scales == ()
-
-
-@pytest.mark.parametrize("target", ["pet", "age"])
-def test_any_other_json_is_refused_or_is_another_encoding(target):
-    encoding = learn(pets(size=[1.5, None] * 15, age=np.arange(30) / 7), target)
-    sentences = []
-    for document in mutate(encoding.to_dict()):
-        try:
-            again = Encoding.from_dict(document)
-        except DataError as error:
-            sentences.append(str(error))
-        else:
-            assert again.to_dict() == document
-            again.encoder()
-            assert again.matrix(pets(size=1.0)).shape == (30, len(again.columns))
-    assert len(sentences) > 300
-    assert all("\n" not in sentence and sentence.endswith(".") for sentence in sentences)
 
 
 # -- random tables -----------------------------------------------------------------------------------------------------

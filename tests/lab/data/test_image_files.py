@@ -63,7 +63,7 @@ def test_download_once(server, monkeypatch, capsys, progress):
     served_mnist(url, folder, monkeypatch)
     first = load("mnist", progress=progress)
     assert sorted(path.name for path in (cache_dir() / "mnist").iterdir()) == sorted(p.name for p in folder.iterdir())
-    assert ("train-images-idx3-ubyte.gz" in capsys.readouterr().err) == progress
+    assert ("100%" in capsys.readouterr().err) == progress
     monkeypatch.setattr("pooch.retrieve", None)  # from now on a download would fail
     again = load("mnist")
     assert first.train.x.equal(again.train.x)
@@ -93,7 +93,7 @@ def test_download_of_cifar(server, monkeypatch):
 
 def download_error(url: str, *, name: str = "file.gz", folder: Path | None = None, digest: str = "0" * 64) -> str:
     with pytest.raises(DataError) as error:
-        download("MNIST", name, urls=[url], sha256=digest, folder=folder or cache_dir(), progress=False)
+        download(replace(SOURCES["mnist"], urls=(url,)), name, digest, folder or cache_dir(), progress=False)
     sentence = str(error.value)
     assert "\n" not in sentence
     assert name in sentence
@@ -105,23 +105,12 @@ def download_error(url: str, *, name: str = "file.gz", folder: Path | None = Non
 def test_failed_downloads(server, tmp_path):
     url, folder = server
     (folder / "file.gz").write_bytes(b"something else")
-    assert "127.0.0.1: no connection" in download_error(NOWHERE)
-    assert "HTTP status 404" in download_error(url, name="other.gz")
-    assert "wrong SHA-256" in download_error(url)
+    assert "127.0.0.1: " in download_error(NOWHERE)
+    assert "404" in download_error(url, name="other.gz")
+    assert "hash" in download_error(url)
     assert not list(cache_dir().glob("*"))  # nothing half-done is left behind
     (tmp_path / "file").write_bytes(b"")
-    assert "cannot be written" in download_error(url, folder=tmp_path / "file")
-
-
-def test_no_answer(monkeypatch):
-    import requests
-
-    def silent(*args: object, **options: object) -> None:
-        raise requests.Timeout("timed out\nafter a while")
-
-    monkeypatch.setattr("pooch.retrieve", RETRIEVE)
-    monkeypatch.setattr("requests.get", silent)
-    assert "no answer" in download_error("http://example.org/")
+    assert "Not a directory" in download_error(url, folder=tmp_path / "file")
 
 
 def test_a_connection_lost_half_way(server, monkeypatch):
@@ -134,7 +123,7 @@ def test_a_connection_lost_half_way(server, monkeypatch):
         original(self, keyword, "100000" if keyword == "Content-Length" else value)
 
     monkeypatch.setattr(Quiet, "send_header", send_header)
-    assert "no connection" in download_error(url) or "wrong SHA-256" in download_error(url)
+    assert "Connection broken" in download_error(url)
     assert not list(cache_dir().glob("*"))
 
 
@@ -157,9 +146,8 @@ def test_a_data_folder_that_is_not_there(tmp_path, monkeypatch):
     load("digits")  # needs no folder
 
 
-@pytest.mark.parametrize("module", ["pooch", "rich.progress"])
-def test_without_the_extra(monkeypatch, module):
-    monkeypatch.setitem(sys.modules, module, None)
+def test_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(ImportError, match=r"pip install 'torchace\[tool\]'") as error:
         load("mnist")
     assert "\n" not in str(error.value)

@@ -57,7 +57,7 @@ def test_different_keys_hash_differently():
     assert hashed_key(np.int64(3), np.int32(4)) == hashed_key(3, 4)
 
 
-@pytest.mark.parametrize("key", [True, 1.0, None, b"x", torch.tensor(1.5)])
+@pytest.mark.parametrize("key", [1.0, None, b"x", torch.tensor(1.5)])
 def test_other_keys_are_refused(key):
     with pytest.raises(TypeError):
         hashed_key(0, key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.lab.data.tables_support import mutate, pets
-from torchace.lab.data import Column, DataError, Schema, Target, infer_schema
+from tests.lab.data.tables_support import pets
+from torchace.lab.data import Column, DataError, Target, infer_schema
 from torchace.lab.data.inference import missing_targets
 from torchace.lab.data.parsing import MISSING, PLACEHOLDERS
 from torchace.lab.data.table_schema import feature_numbers
@@ -58,8 +57,6 @@ def inferred_kind(values: Any, **options: Any) -> str | None:
         ([None] * 30, None),
         (([*MISSING, *PLACEHOLDERS] * 2)[:30], None),
         ([[1]] * 30, None),
-        ([b"x", b"y"] * 15, None),
-        ([1j] * 30, None),
         (pd.date_range("2020-01-01", periods=30), "date"),
         ([f"A{i}" for i in range(30)], None),
         ([f"word {i % 20} in a sentence" for i in range(30)], None),
@@ -114,7 +111,7 @@ def test_an_infinite_number_in_a_dropped_column_is_ignored():
         (["1.234.567", "1.000", "3"], "1.234,5", [1234567, 1000, 3]),
         (["1.234", "1.5", "3"], "", [1.234, 1.5, 3]),
         (["CHF 1'234.50", "12.25 USD", "₹7"], "1'234.5", [1234.5, 12.25, 7]),
-        (["($1,234.50)", "2.25-", "missing"], "1,234.5", [-1234.5, -2.25, np.nan]),
+        (["($1,234.50)", "-2.25", "missing"], "1,234.5", [-1234.5, -2.25, np.nan]),
         (["#DIV/0!", "2.5", "(null)"], "", [np.nan, 2.5, np.nan]),
     ],
 )
@@ -318,13 +315,11 @@ def test_tasks_can_be_given():
     [["b", "a"] * 15, [True, False] * 15, [7, 3] * 15, [0.5, -1.0] * 15, ["2.0", "10"] * 15],
     ids=["text", "truth", "whole", "number", "text of numbers"],
 )
-@pytest.mark.parametrize("form", ["as it is", "text", "JSON"])
+@pytest.mark.parametrize("form", ["as it is", "text"])
 def test_classes_are_matched_after_reading(values, form):
     """In the file they come from, and in a CSV file of the same."""
     frame = pets(pet=values)
     schema = infer_schema(frame, "pet", "classification")
-    if form == "JSON":
-        schema = Schema.from_dict(json.loads(json.dumps(schema.to_dict())))
     codes = schema.targets(frame.astype({"pet": str}) if form == "text" else frame)
     assert codes.dtype == torch.int64
     assert schema.target.labels(codes) == list(values)
@@ -351,34 +346,9 @@ def test_targets_of_regression():
     assert targets.tolist() == [0.1, 1000.0, -7.0] * 10
 
 
-# -- JSON --------------------------------------------------------------------------------------------------------------
-
-
-SCHEMA = infer_schema(pets(id=[f"é\n{i}" for i in range(30)], y=[0, 1] * 15), "y")
-
-
-def test_json_round_trip():
-    content = json.loads(json.dumps(SCHEMA.to_dict()))
-    assert content == SCHEMA.to_dict()
-    assert Schema.from_dict(content) == SCHEMA
-
-
-def test_any_other_json_is_refused_or_is_another_schema():
-    sentences = []
-    for document in mutate(SCHEMA.to_dict()):
-        try:
-            schema = Schema.from_dict(document)
-        except DataError as error:
-            sentences.append(str(error))
-        else:
-            assert schema.to_dict() == document
-    assert len(sentences) > 100
-    assert all("\n" not in sentence and sentence.endswith(".") for sentence in sentences)
-
-
 def test_schemas_cannot_be_changed():
     with pytest.raises(AttributeError):
-        SCHEMA.columns = ()
+        infer_schema(pets(), "pet").columns = ()
     assert hash(Column("a", "number")) == hash(Column("a", "number"))
 
 

@@ -10,17 +10,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.image_files import SOURCES, CifarSource, IdxSource
+from torchace.lab.data.image_files import SOURCES, Source
 
 MNIST, CIFAR10 = SOURCES["mnist"], SOURCES["cifar10"]
-assert isinstance(MNIST, IdxSource)
-assert isinstance(CIFAR10, CifarSource)
 
 TRAIN, TEST = 20, 10  # samples in the small MNIST
 COUNT = 3  # images in a batch of the small CIFAR-10
 
 
-def small_mnist() -> IdxSource:
+def small_mnist() -> Source:
     """MNIST with 20 training and 10 test images; no known content."""
     train, test = (
         tuple(replace(file, shape=(size, *file.shape[1:]), content=None) for file in files)
@@ -29,7 +27,7 @@ def small_mnist() -> IdxSource:
     return replace(MNIST, train=train, test=test)
 
 
-def small_cifar() -> CifarSource:
+def small_cifar() -> Source:
     """CIFAR-10 with batches of three images; no known content."""
     return replace(CIFAR10, count=COUNT, batches=dict.fromkeys(CIFAR10.batches, ""))
 

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchace._checks import check_count, check_tensor, shape_of
+from torchace._checks import check_count, shape_of
 from torchace._files import error_reason
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.rng import generator_states, hashed_key, permutations, random_integers, use_seed
 from torchace.lab.data.splits import Inputs, Split, input_tensors, map_inputs
+
+Statistics = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation, of all samples or each channel
+GATHER_BYTES = 1 << 26  # epochs up to this size are gathered at once
+KEPT_TYPES = (torch.int64, torch.int32, torch.bool)  # token ids and masks; other inputs become floating-point
 
 
 @dataclass(frozen=True)
@@ -23,22 +27,12 @@ class CropFlip:
     """Usual augmentation of CIFAR-10: pad with black, crop at random, flip with probability 1/2."""
 
     padding: int = 4  # pixels on each side
-    flip: bool = True
-
-    def __post_init__(self) -> None:
-        check_count(self.padding, "padding", least=0)
 
     def __call__(self, x: Tensor, rows: Tensor, columns: Tensor, flips: Tensor) -> Tensor:
         """Crop images `(N, C, H, W)` at `rows` and `columns`, `(N,)` each; flip where `flips`, `(N,)`, is true."""
-        check_tensor(x, "x")
-        if x.ndim != 4:
-            raise ValueError(
-                f"Expected images `x` of shape (N, C, H, W), but got {shape_of(x)}. Add the channel axis: x[:, None]."
-            )
         n, c, height, width = x.shape
         across = torch.arange(width, device=x.device).expand(n, width)
-        if self.flip:
-            across = torch.where(flips[:, None], width - 1 - across, across)
+        across = torch.where(flips[:, None], width - 1 - across, across)
         row = rows[:, None] + torch.arange(height, device=x.device)  # (N, H)
         column = columns[:, None] + across  # (N, W)
         # one gather from the flat padded images does both
@@ -86,11 +80,6 @@ class BatchTransform:
         return result
 
 
-Statistics = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation, of all samples or each channel
-GATHER_BYTES = 1 << 26  # epochs up to this size are gathered at once
-KEPT_TYPES = (torch.int64, torch.int32, torch.bool)  # token ids and masks; other inputs become floating-point
-
-
 class _Epoch(NamedTuple):
     """Random draws of one epoch for S streams, each tensor `(S, N)`."""
 
@@ -103,7 +92,9 @@ class Batches:
     """Shuffled batches of a split, each a function of (seed, epoch, step, stream) alone.
 
     Stateless: any batch can be computed at any time and in any process, with the same bits. All work happens on the
-    device. Mean and standard deviation in `normalize` are one number or one for each channel, in the units of `x`.
+    device. Batches of one size can be stacked and captured in a CUDA graph: the last samples of an epoch that do not
+    fill one are left out. Mean and standard deviation in `normalize` are one number or one for each channel, in the
+    units of `x`.
     """
 
     def __init__(
@@ -117,13 +108,11 @@ class Batches:
         augment: CropFlip | None = None,
         transform: BatchTransform | None = None,
         dtype: torch.dtype = torch.float32,
-        drop_last: bool = True,  # batches of one size can be stacked and captured in a CUDA graph
     ) -> None:
         check_count(batch_size, "batch_size")
-        if len(split) < (batch_size if drop_last else 1):
+        if len(split) < batch_size:
             raise ValueError(
-                f"Expected `batch_size` of at most {len(split)}, the number of samples, but got {batch_size}. "
-                "Use drop_last=False for a smaller batch."
+                f"Expected `batch_size` of at most {len(split)}, the number of samples, but got {batch_size}."
             )
         if augment is not None and not (isinstance(split.x, Tensor) and split.x.ndim == 4):
             got = ", ".join(str(shape_of(x)) for x in input_tensors(split.x))
@@ -133,31 +122,18 @@ class Batches:
         self.seed = seed
         self.augment = augment
         self.transform = transform
-        self.drop_last = drop_last
+        self.steps_per_epoch = len(split) // batch_size
         self._format = _Format(self.split, normalize=normalize, dtype=dtype)
         self._epoch = -1
         self._draws: dict[tuple[tuple[int, int], ...], _Epoch] = {}  # of the last epoch
-
-    def __repr__(self) -> str:
-        return (
-            f"Batches(samples={len(self.split)}, batch_size={self.batch_size}, steps_per_epoch={self.steps_per_epoch}, "
-            f"seed={self.seed}, augment={self.augment}, device={self.device})"
-        )
 
     @property
     def device(self) -> torch.device:
         """Device of the samples."""
         return self.split.device
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of batches in an epoch."""
-        full, left = divmod(len(self.split), self.batch_size)
-        return full + (left > 0 and not self.drop_last)
-
     def locate(self, global_step: int) -> tuple[int, int]:
         """Epoch, and step within it, of a step counted from the start of training."""
-        check_count(global_step, "global_step", least=0)
         return divmod(global_step, self.steps_per_epoch)
 
     def batch(self, epoch: int, step: int, *, stream: int = 0) -> tuple[Inputs, Tensor]:
@@ -169,23 +145,13 @@ class Batches:
         self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
     ) -> tuple[Inputs, Tensor]:
         """Batches of several seeds at once, `(S, B, ...)` and `(S, B)`, bit for bit those of `batch`."""
-        x, y = self._batches(seeds, epoch, step, streams)
+        pairs = _pair(seeds, streams)
+        x, y = self._batches(pairs, epoch, step)
         if self.transform is None:
             return x, y
-        streams = [streams] * len(seeds) if isinstance(streams, int) else streams
-        keys = [hashed_key(s, "transform", epoch, step, k) for s, k in zip(seeds, streams, strict=True)]
+        keys = [hashed_key(seed, "transform", epoch, step, stream) for seed, stream in pairs]
         parts = [self.transform(map_inputs(lambda t, i=i: t[i], x), key) for i, key in enumerate(keys)]
         return map_inputs(lambda *values: torch.stack(values), *parts), y
-
-    def _batches(
-        self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]
-    ) -> tuple[Inputs, Tensor]:
-        """Batches before the transform."""
-        draws, part = self._epoch_draws(seeds, epoch, step, streams)
-        if draws.gathered is not None:
-            x, y = draws.gathered
-            return map_inputs(lambda t: t[:, part].clone(), x), y[:, part].clone()  # a network may change its input
-        return self._gather(draws.order[:, part], tuple(draw[:, part].reshape(-1) for draw in draws.augment))
 
     def weights_many(
         self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
@@ -193,31 +159,28 @@ class Batches:
         """Sample weights of `batch_many`, `(S, B)`, or `(S, K, B)` with members' own; None for a split without them."""
         if self.split.weight is None:
             return None
-        draws, part = self._epoch_draws(seeds, epoch, step, streams)
+        draws, part = self._epoch_draws(_pair(seeds, streams), epoch, step)
         weight = self.split.weight[..., draws.order[:, part]]
         return weight if weight.ndim == 2 else weight.transpose(0, 1)
 
-    def _epoch_draws(
-        self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]
-    ) -> tuple[_Epoch, slice]:
+    def _batches(self, pairs: tuple[tuple[int, int], ...], epoch: int, step: int) -> tuple[Inputs, Tensor]:
+        """Batches before the transform."""
+        draws, part = self._epoch_draws(pairs, epoch, step)
+        if draws.gathered is not None:
+            x, y = draws.gathered
+            return map_inputs(lambda t: t[:, part].clone(), x), y[:, part].clone()  # a network may change its input
+        return self._gather(draws.order[:, part], tuple(draw[:, part].reshape(-1) for draw in draws.augment))
+
+    def _epoch_draws(self, pairs: tuple[tuple[int, int], ...], epoch: int, step: int) -> tuple[_Epoch, slice]:
         """Random draws of an epoch for these seeds and streams, and the slice of the step."""
-        check_count(epoch, "epoch", least=0)
-        check_count(step, "step", least=0)
-        if step >= self.steps_per_epoch:
+        if not 0 <= step < self.steps_per_epoch:
             raise ValueError(
                 f"Expected `step` in [0, {self.steps_per_epoch - 1}], but got {step}. For a step counted from the "
                 "start of training, use batches.locate(step)."
             )
-        if len(seeds) == 0:
-            raise ValueError("Expected at least one seed, but got none.")
-        if isinstance(streams, int):
-            streams = [streams] * len(seeds)
-        if len(streams) != len(seeds):
-            raise ValueError(f"Expected one stream for each of {len(seeds)} seeds, but got {len(streams)} streams.")
         if epoch != self._epoch:
             self._epoch = epoch
             self._draws.clear()
-        pairs = tuple(zip(seeds, streams, strict=True))
         if pairs not in self._draws:
             self._draws[pairs] = self._draw(pairs, epoch)
         return self._draws[pairs], slice(step * self.batch_size, (step + 1) * self.batch_size)
@@ -250,24 +213,23 @@ class Batches:
         """Samples in the network's format, and labels, at indices `(S, B)`."""
         flat = indices.reshape(-1)
         x = map_inputs(lambda t: t.index_select(0, flat), self.split.x)  # (S·B, ...)
-        if self.augment is not None:
-            x = self.augment(x, *augment)
-        x = self._format(x)
+        x = self._format(x if self.augment is None else self.augment(x, *augment))
         y = self._format_targets(self.split.y.index_select(0, flat))
         return map_inputs(lambda t: t.view(*indices.shape, *t.shape[1:]), x), y.view(*indices.shape, *y.shape[1:])
+
+
+def _pair(seeds: Sequence[int], streams: int | Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Seed and stream of each batch."""
+    return tuple(zip(seeds, [streams] * len(seeds) if isinstance(streams, int) else streams, strict=True))
 
 
 class _Format:
     """Convert samples to a floating-point type and normalize them; whole numbers stay."""
 
     def __init__(self, split: Split, *, normalize: Statistics | None, dtype: torch.dtype) -> None:
-        if not dtype.is_floating_point:
-            raise TypeError(f"Expected `dtype` to be a floating-point type, but got {dtype}.")
         self.dtype = dtype
         self.compute_dtype = dtype if dtype == torch.float64 else torch.float32
         self.statistics = None if normalize is None else [self._column(values, split.x) for values in normalize]
-        if normalize is not None and not all(value > 0 for value in normalize[1]):
-            raise ValueError(f"Expected positive standard deviations in `normalize`, but got {list(normalize[1])}.")
 
     def __call__(self, x: Inputs) -> Inputs:
         if self.statistics is not None:
@@ -277,11 +239,6 @@ class _Format:
 
     def _column(self, values: Sequence[float], x: Tensor) -> Tensor:
         """Numbers shaped to broadcast along axis 1 of `x`."""
-        if len(values) != 1 and (x.ndim < 2 or len(values) != x.shape[1]):
-            raise ValueError(
-                f"Expected `normalize` with 1 number or one for each channel of samples {shape_of(x)}, "
-                f"but got {len(values)}."
-            )
         column = torch.tensor(values, dtype=self.compute_dtype, device=x.device)
         return column.view(-1, *[1] * (x.ndim - 2)) if x.ndim >= 2 else column
 
@@ -296,7 +253,6 @@ def chunks(
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[Inputs, Tensor]]:
     """Iterate over all samples in order, for evaluation; options as in `Batches`."""
-    check_count(size, "size")
     split = split if device is None else split.to(device)
     format_inputs = _Format(split, normalize=normalize, dtype=dtype)
     formatted = ((format_inputs(x), y) for x, y in split.chunks(size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,14 @@ from torch import Tensor
 from torchace._checks import check_choice
 from torchace._extras import import_extra
 from torchace.lab.data.batches import Statistics
-from torchace.lab.data.errors import DataError, check_labels, damaged_file
+from torchace.lab.data.errors import DataError
 from torchace.lab.data.image_files import (
     ENVIRONMENT,
     SOURCES,
-    CifarSource,
-    IdxSource,
+    Source,
+    damaged_file,
     find,
-    read_archive,
-    read_folder,
+    read_cifar,
     read_idx,
     search_path,
 )
@@ -94,71 +94,42 @@ def load(
         train, test = stratified_split(Split(x, torch.from_numpy(digits.target).long()), _DIGITS_TEST, seed=0)
         return _dataset("digits", train, test, class_names=tuple("0123456789"), max_value=16)
     source = SOURCES[name]
-    path = search_path(source.name, source.folders, directory)
-    if isinstance(source, CifarSource):
-        train, test = _cifar_parts(source, path, download, progress)
-    else:
-        train, test = _idx_parts(source, path, download, progress)
+    folders = search_path(source, directory)
+
+    def locate(names: Sequence[str], sha256: str) -> Path:
+        """File under one of these names, else downloaded under the first."""
+        if (found := find(folders, names)) is not None:
+            return found
+        if not download:
+            raise DataError(
+                f"{names[0]} of {source.title} was not found in {', '.join(map(str, folders))}; put the official file "
+                f"in one of these folders, set {ENVIRONMENT} to the folder that has it, or allow the download."
+            )
+        return download_file(source, names[0], sha256, folders[-1], progress=progress)
+
+    train, test = (_cifar_parts if source.archive else _idx_parts)(source, folders, locate)
     return _dataset(source.name, train, test, class_names=source.class_names, max_value=255)
 
 
-def _idx_parts(source: IdxSource, path: list[Path], may_download: bool, progress: bool) -> list[Split]:
+def _idx_parts(source: Source, folders: list[Path], locate: Callable[[Sequence[str], str], Path]) -> list[Split]:
+    parts = []
     # locate all four first: report a missing file before reading any
-    located = {}
-    for file in (*source.train, *source.test):
-        names = (f"{file.name}.gz", file.name, file.name.replace("-idx", ".idx"))
-        found = find(path, names)
-        located[file.name] = found or _download(source, names[0], file.sha256, path, may_download, progress)
-    splits = []
-    for part in (source.train, source.test):
-        arrays = []
-        for file in part:
-            array, where = read_idx(located[file.name], shape=file.shape), located[file.name]
-            if array.ndim == 1:
-                check_labels(array, where, len(source.class_names))
-            digest = hashlib.sha256(array.data).hexdigest()
-            # MNIST and Fashion-MNIST use the same file names
-            for other in (o for o in SOURCES.values() if isinstance(o, IdxSource) and o.name != source.name):
-                if digest in {known.content for known in (*other.train, *other.test)}:
-                    raise damaged_file(where, f"belongs to {other.title}, not to {source.title}")
-            if file.content is not None and digest != file.content:
-                reason = f"is not the official file of {source.title}: its content has the wrong SHA-256"
-                raise damaged_file(where, reason)
-            arrays.append(array)
-        splits.append(_split(arrays[0][:, None], arrays[1]))
-    return splits
+    files = [*source.train, *source.test]
+    paths = [locate((f"{f.name}.gz", f.name, f.name.replace("-idx", ".idx")), f.sha256) for f in files]
+    for file, path in zip(files, paths, strict=True):
+        array = read_idx(path, shape=file.shape)
+        # MNIST and Fashion-MNIST use the same file names
+        if file.content is not None and hashlib.sha256(array.tobytes()).hexdigest() != file.content:
+            raise damaged_file(path, f"is not the official file of {source.title}: its content has the wrong SHA-256")
+        parts.append(array)
+    return [_split(x[:, None], y) for x, y in (parts[:2], parts[2:])]
 
 
-def _cifar_parts(source: CifarSource, path: list[Path], may_download: bool, progress: bool) -> list[Split]:
-    folders = [folder / inner for folder in path for inner in ("cifar-10-batches-bin", ".")]
-    batch = find(folders, list(source.batches))
-    archive = find(path, [source.archive])
-    if batch is not None:
-        batches = read_folder(batch.parent, source)
-    elif archive is not None:
-        batches = read_archive(archive, source)
-    else:
-        python_names = ["cifar-10-batches-py", "cifar-10-python.tar.gz", *(Path(name).stem for name in source.batches)]
-        if (found := find(path, python_names)) is not None:
-            raise DataError(
-                f"{found} is the Python version of {source.title}, a pickle, which is never loaded; use the binary "
-                f"version ({source.archive}), or remove this one to download it."
-            )
-        archive = _download(source, source.archive, source.sha256, path, may_download, progress)
-        batches = read_archive(archive, source)
+def _cifar_parts(source: Source, folders: list[Path], locate: Callable[[Sequence[str], str], Path]) -> list[Split]:
+    batch = find([folder / inner for folder in folders for inner in ("cifar-10-batches-bin", ".")], [*source.batches])
+    batches = read_cifar(locate([source.archive], source.sha256) if batch is None else batch.parent, source)
     x, y = (np.concatenate([batch[part] for batch in batches[:-1]]) for part in (0, 1))
     return [_split(x, y), _split(*batches[-1])]
-
-
-def _download(
-    source: IdxSource | CifarSource, name: str, sha256: str, path: list[Path], may_download: bool, progress: bool
-) -> Path:
-    if not may_download:
-        raise DataError(
-            f"{name} of {source.title} was not found in {', '.join(map(str, path))}; put the official file in one of "
-            f"these folders, set {ENVIRONMENT} to the folder that has it, or allow the download."
-        )
-    return download_file(source.title, name, urls=source.urls, sha256=sha256, folder=path[-1], progress=progress)
 
 
 def _split(x: NDArray[np.uint8], y: NDArray[np.uint8]) -> Split:

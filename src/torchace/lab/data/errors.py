@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from torchace._extras import import_extra
 
@@ -24,26 +20,6 @@ class DataError(ValueError):
         super().__init__(message.replace("\r", " ").replace("\n", " "))
 
 
-class MissingTargetError(DataError):
-    """A row without a target."""
-
-    def __init__(self, problem: str, remedy: str = "for example with DataFrame.dropna") -> None:
-        super().__init__(f"{problem}; fill in or remove such rows, {remedy}.")
-        self.problem = problem
-
-
-def damaged_file(path: Path | str, reason: str) -> DataError:
-    """Error for a data set file that is not the official one."""
-    return DataError(f"{path} {reason}; replace it with the original file, or delete it to download it again.")
-
-
-def check_labels(labels: NDArray[Any], path: Path | str, num_classes: int) -> None:
-    """Check that labels read from a file, `(N,)`, are class indices."""
-    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
-    if len(wrong):
-        raise damaged_file(path, f"has label {labels[wrong[0]]} at image {wrong[0]}, outside 0 to {num_classes - 1}")
-
-
 def pandas() -> Any:
     """Import pandas."""
     return import_extra("pandas", "A table needs")
@@ -52,9 +28,6 @@ def pandas() -> Any:
 def arrow(module: str = "pyarrow") -> Any:
     """Import pyarrow, or one of its modules by full name."""
     return import_extra(module, "A table needs")
-
-
-# -- parts of messages about tables -----------------------------------------------------------------------------------
 
 
 def row_number(table: DataFrame | Series, place: int) -> int:
@@ -91,6 +64,6 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {quote(by_form[close[0]])}?)" if close else ""
 
 
-def more_rows(count: int, before: str = " and ", after: str = "") -> str:
+def more_rows(count: int) -> str:
     """Count such as ` and 3 more rows`, or an empty string."""
-    return "" if count <= 0 else f"{before}{count} more {'row' if count == 1 else 'rows'}{after}"
+    return "" if count <= 0 else f" and {count} more {'row' if count == 1 else 'rows'}"

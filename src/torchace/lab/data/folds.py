@@ -20,13 +20,8 @@ MIN_FOLD_ROWS = 200  # with fewer samples, early stopping does not use folds unl
 def number_blocks(raw: Tensor, *, weight: Tensor | None = None, groups: ArrayLike | None = None) -> Tensor:
     """Number the samples that belong in the same part of any split: `(N,)` of int64.
 
-    Identical samples are one block unless they exceed a fold; with `groups`, samples of a group and those identical to
-    one of them are.
-
-    Args:
-        raw: Samples `(N, F)`; NaN equals NaN.
-        weight: Weights of the samples, `(N,)`.
-        groups: Labels of groups, `(N,)`.
+    Identical samples `(N, F)` are one block unless they exceed a fold (NaN equals NaN); with labels of groups `(N,)`,
+    samples of a group and those identical to one of them are.
 
     Example:
         >>> number_blocks(torch.tensor([[1.0], [2.0], [1.0], [3.0]]), groups=["a", "b", "c", "b"]).tolist()
@@ -49,15 +44,9 @@ def assign_folds(
 ) -> Tensor:
     """Assign every sample to a fold: `(N,)` of int64.
 
-    A block is in one fold. Folds have about equal weight, class by class. They do not depend on the order of samples
-    that differ, and a weight counts as repeats of a sample.
-
-    Args:
-        blocks: The result of `number_blocks`, `(N,)`.
-        y: Class indices `(N,)`, or numbers `(N, M)`.
-        seed: Determines the folds.
-        weight: Weights of the samples, `(N,)`.
-        num_folds: Number of folds.
+    A block of `number_blocks` is in one fold. Folds have about equal weight, class by class. They do not depend on the
+    order of samples that differ, and a weight `(N,)` counts as repeats of a sample. `y` are class indices `(N,)`, or
+    numbers `(N, M)`.
 
     Example:
         >>> blocks = number_blocks(torch.arange(10.0)[:, None].repeat(2, 1))
@@ -141,7 +130,4 @@ class FoldSplit:
         weight = weight * ~left_out
         train = replace(samples, weight=weight / weight.mean(1, keepdim=True))
         covered = left_out.any(0)
-        rows = covered.nonzero().flatten()
-        if len(rows) == len(samples):  # no copy
-            return cls(train, samples, left_out, rows)
-        return cls(train, samples.take(covered), left_out[:, covered], rows)
+        return cls(train, samples.take(covered), left_out[:, covered], covered.nonzero().flatten())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.errors import DataError, arrow, first_duplicate, pandas, quote, quote_all, row_number, suggestion
+from torchace.lab.data.errors import DataError, arrow, first_duplicate, pandas, quote, quote_all, row_number
 from torchace.lab.data.parsing import (
     MIN_SHARE,
     MISSING,
@@ -37,7 +36,7 @@ from torchace.lab.data.table_schema import (
     check_columns,
     check_features,
     check_targets,
-    header_hint,
+    get_column,
     target_texts,
 )
 
@@ -60,12 +59,7 @@ _IDENTIFIER = re.compile(
 )
 
 
-class InferredColumns(NamedTuple):
-    """Feature columns of a table, those left out with the reasons, and notes."""
-
-    columns: tuple[Column, ...]
-    dropped: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
+InferredColumns = tuple[tuple[Column, ...], tuple[tuple[str, str], ...], tuple[str, ...]]
 
 
 def infer_schema(
@@ -82,16 +76,15 @@ def infer_schema(
     regression. Several targets mean regression. See `infer_columns` for the other columns; `kinds` overrides their kind
     by name (or "drop").
     """
-    frame = check_columns(frame)
-    kinds = {} if kinds is None else {str(name): kind for name, kind in kinds.items()}
-    drop = [drop] if isinstance(drop, str) else [str(name) for name in drop]
-    targets = [target] if isinstance(target, str) else [str(name) for name in target]
+    frame, kinds = check_columns(frame), kinds or {}
+    drop = [drop] if isinstance(drop, str) else drop
+    targets = [target] if isinstance(target, str) else list(target)
     _check_request(frame, targets, task, drop, kinds)
     if len(frame) < MIN_ROWS:
         raise DataError(f"The table has {len(frame)} rows, too few to learn from; give at least {MIN_ROWS}.")
     notes: list[str] = list(frame.attrs.get("notes", ()))
     left_out = {*drop, *(name for name, kind in kinds.items() if kind == "drop")}
-    formats = number_formats({str(name): frame[name] for name in frame.columns if name not in left_out})
+    formats = number_formats({name: frame[name] for name in frame.columns if name not in left_out})
     if len(targets) > 1:
         task = "regression"
         if others := [name for name in targets if formats[name][1] < MIN_SHARE]:
@@ -99,7 +92,7 @@ def infer_schema(
     found = [_infer_target(frame[name], task, formats[name], notes) for name in targets]
     predicted = replace(found[0], names=tuple(targets), formats=tuple(f for one in found for f in one.formats))
     features = [name for name in frame.columns if name not in left_out and name not in targets]
-    columns, dropped, more = _infer_columns(frame[features], kinds, formats)
+    columns, dropped, more = infer_columns(frame[features], kinds, formats)
     if not columns:
         why = f" ({quote(dropped[-1][0])} is left out: {dropped[-1][1]})" if dropped else ""
         raise DataError(
@@ -110,12 +103,15 @@ def infer_schema(
     return Schema(columns, predicted, (*notes, *more), (*dropped, *requested))
 
 
-def infer_columns(frame: DataFrame, kinds: Mapping[str, str] | None = None) -> InferredColumns:
-    """Infer the kind and format of every column of a table.
+def infer_columns(
+    frame: DataFrame, kinds: Mapping[str, str] | None = None, formats: Mapping[str, tuple[str, float]] | None = None
+) -> InferredColumns:
+    """Infer the kind and format of every column of a table; return columns, those left out with reasons, and notes.
 
     Columns of numbers (`MIN_SHARE` of the cells, in one of `NUMBER_FORMATS`) are "number", columns of dates "date",
     other texts, truth values and pandas categories "category". Left out, unless `kinds` gives the kind: columns that
-    are empty, constant, identifiers, free text, or equal to an earlier column.
+    are empty, constant, identifiers, free text, or equal to an earlier column. `formats` is the result of
+    `number_formats`, if known.
 
     Example:
         >>> import pandas as pd
@@ -124,8 +120,24 @@ def infer_columns(frame: DataFrame, kinds: Mapping[str, str] | None = None) -> I
         >>> [(column.name, column.kind, column.format) for column in columns], dropped[0][0]
         ([('price', 'number', '1234,5'), ('fur', 'category', '')], 'id')
     """
-    frame = check_columns(frame)
-    return _infer_columns(frame, kinds or {}, number_formats({name: frame[name] for name in frame.columns}))
+    frame, kinds = check_columns(frame), kinds or {}
+    formats = formats or number_formats({name: frame[name] for name in frame.columns})
+    columns: list[Column] = []
+    row_numbers: list[Column] = []
+    dropped: list[tuple[str, str]] = []
+    notes: list[str] = []
+    seen: dict[bytes, str] = {}
+    for name in frame.columns:
+        column = _infer_column(frame[name], kinds.get(name), formats[name], notes, seen)
+        if isinstance(column, str):
+            dropped.append((name, column))
+        elif name not in kinds and column.kind == "number" and _is_row_number(frame[name], column.format):
+            row_numbers.append(column)
+        else:
+            columns.append(column)
+    if columns:
+        dropped += [(column.name, "an identifier: it numbers the rows") for column in row_numbers]
+    return tuple(columns or row_numbers), tuple(dropped), tuple(notes)
 
 
 def missing_targets(column: Series, task: str | None = None) -> NDArray[np.bool_]:
@@ -137,28 +149,20 @@ def missing_targets(column: Series, task: str | None = None) -> NDArray[np.bool_
 
 
 def _check_request(
-    frame: DataFrame, targets: Sequence[str], task: str | None, drop: Iterable[str], kinds: Mapping[str, str]
+    frame: DataFrame, targets: Sequence[str], task: str | None, drop: Collection[str], kinds: Mapping[str, str]
 ) -> None:
     for target in targets:
-        if target not in frame.columns:
-            raise DataError(
-                f"There is no column {quote(target)}{suggestion(target, frame.columns)} to predict; choose one of "
-                f"{quote_all(frame.columns)}{header_hint(frame.columns)}."
-            )
+        get_column(frame, target, "the target")
     if (twice := first_duplicate(targets)) is not None:
         raise DataError(f"The target {quote(twice)} is given twice; give each target once.")
     if len(targets) > 1 and task == "classification":
         raise DataError("Several targets need regression; give one target for classification.")
-    if task is not None and task not in TASKS:
+    if task not in (None, *TASKS):
         raise DataError(f"The task {quote(task)} is not known; choose {' or '.join(TASKS)}, or leave it out.")
     for name in [*drop, *kinds]:
+        get_column(frame, name, "to be left out or has a given kind")
         if name in targets:
             raise DataError(f"The column {quote(name)} is the target; choose another target, or keep this column.")
-        if name not in frame.columns:
-            raise DataError(
-                f"There is no column {quote(name)}{suggestion(name, frame.columns)} to leave out or to give a kind; "
-                f"choose among {quote_all(frame.columns)}."
-            )
     for name, kind in kinds.items():
         if kind not in (*KINDS, "drop"):
             raise DataError(
@@ -169,37 +173,10 @@ def _check_request(
 # -- kinds of columns --------------------------------------------------------------------------------------------------
 
 
-class _DroppedError(Exception):
-    """Reason for leaving out a column."""
-
-
-def _infer_columns(
-    frame: DataFrame, kinds: Mapping[str, str], formats: Mapping[str, tuple[str, float]]
-) -> InferredColumns:
-    columns: list[Column] = []
-    dropped: list[tuple[str, str]] = []
-    notes: list[str] = []
-    row_numbers: list[Column] = []
-    seen: dict[bytes, str] = {}
-    for name in map(str, frame.columns):
-        try:
-            column = _infer_column(frame[name], kinds.get(name), formats[name], notes, seen)
-        except _DroppedError as reason:
-            dropped.append((name, str(reason)))
-            continue
-        if name not in kinds and column.kind == "number" and _is_row_number(frame[name], column.format):
-            row_numbers.append(column)
-        else:
-            columns.append(column)
-    if columns:
-        dropped += [(column.name, "an identifier: it numbers the rows") for column in row_numbers]
-    return InferredColumns(tuple(columns or row_numbers), tuple(dropped), tuple(notes))
-
-
 def _infer_column(
     cells: Series, requested: str | None, found: tuple[str, float], notes: list[str], seen: dict[bytes, str]
-) -> Column:
-    """Column of a table; raise `_DroppedError` if it is left out."""
+) -> Column | str:
+    """Column of a table, or the reason for leaving it out."""
     name, (format, share) = str(cells.name), found
     kind = requested or ("number" if share >= MIN_SHARE else "category")
     code = _find_code(cells) if requested is None and kind == "number" else None
@@ -209,22 +186,23 @@ def _infer_column(
             format, share = date_format(cells)
             kind = "date" if share >= MIN_SHARE else kind
         if kind == "category":
-            if requested is None:
-                _check_category(cells, {"dates": share, "numbers": number_share}, seen, notes)
-            else:
-                texts(cells)
-            if code is not None:
-                notes.append(f"Column {quote(name)} holds codes, such as {quote(code)}; set its kind to number if not.")
-            return Column(name, "category")
-        values, invalid = (dates if kind == "date" else numbers)(cells, format)
+            column = texts(cells)
+        else:
+            values, invalid = (dates if kind == "date" else numbers)(cells, format)
     except CellError as error:
         if requested is not None:
             raise
-        raise _DroppedError(error.found.partition(" has ")[2]) from None
+        return error.found
+    if kind == "category":
+        if requested is None and (reason := _reject_category(cells, column, share, number_share, seen, notes)):
+            return reason
+        if code is not None:
+            notes.append(f"Column {quote(name)} holds codes, such as {quote(code)}; set its kind to number if not.")
+        return Column(name, "category")
     lenient = bool(invalid.any()) and share >= MIN_SHARE
     check_features(cells, values, invalid & (not lenient), kind)
-    if requested is None:
-        _check_values(cells, values, seen)
+    if requested is None and (reason := _reject_numbers(cells, values, seen)):
+        return reason
     if lenient:
         example = quote(cells.iloc[int(np.flatnonzero(invalid)[0])])
         notes.append(
@@ -234,15 +212,52 @@ def _infer_column(
     return Column(name, kind, format, lenient)
 
 
-def _check_values(cells: Series, values: NDArray[np.float64], seen: dict[bytes, str]) -> None:
-    """Raise `_DroppedError` for numbers or dates that are missing, constant, an identifier or a duplicate."""
+def _reject_numbers(cells: Series, values: NDArray[np.float64], seen: dict[bytes, str]) -> str | None:
+    """Reason for leaving out numbers or dates: missing, constant, an identifier or a duplicate."""
     present = values[~np.isnan(values)]
     distinct = len(np.unique(present))
-    _check_varies(cells, len(present), distinct)
     is_whole = bool((present == np.floor(present)).all())
-    if is_whole and _IDENTIFIER.search(str(cells.name)) and distinct > MAX_DISTINCT * len(present):
-        raise _DroppedError(f"an identifier: {distinct} of {len(present)} values differ")
-    _check_duplicate(str(cells.name), values.tobytes(), seen)
+    if is_whole and _IDENTIFIER.search(str(cells.name)) and 1 < distinct > MAX_DISTINCT * len(present):
+        return f"an identifier: {distinct} of {len(present)} values differ"
+    return _reject_constant(cells, len(present), distinct) or _reject_duplicate(cells, values.tobytes(), seen)
+
+
+def _reject_category(
+    cells: Series, column: Any, date_share: float, number_share: float, seen: dict[bytes, str], notes: list[str]
+) -> str | None:
+    """Reason for leaving out texts: missing, constant, identifiers, free text, a mixture or a duplicate."""
+    pc = arrow("pyarrow.compute")
+    present = column.drop_null()
+    labels = present.unique()
+    distinct = len(labels)
+    if reason := _reject_constant(cells, len(present), distinct):
+        return reason
+    if date_share >= MIXED_DATES and distinct > MIXED_DISTINCT:
+        return f"{date_share:.0%} of its values are dates, the others are not; correct them"
+    is_mixed = number_share >= MIXED_NUMBERS and distinct > MIXED_DISTINCT
+    words = pc.mean(pc.count_substring_regex(present, r"\S+")).as_py()
+    if distinct > MAX_DISTINCT * len(present) or (words >= TEXT_WORDS and distinct > TEXT_DISTINCT * len(present)):
+        if is_mixed:
+            return f"{number_share:.0%} of its values are numbers, the others are not; correct them"
+        return f"{'free text' if words > 1 else 'an identifier'}: {distinct} of {len(present)} values differ"
+    if reason := _reject_duplicate(cells, pandas().util.hash_array(column.to_pandas().to_numpy()).tobytes(), seen):
+        return reason
+    if is_mixed:
+        share = f"{number_share:.0%} of its values are numbers"
+        notes.append(f"Column {quote(cells.name)} is read as categories, though {share}; correct the others.")
+    _note_cases(f"Column {quote(cells.name)}", labels, notes)
+    return None
+
+
+def _reject_constant(cells: Series, present: int, distinct: int) -> str | None:
+    if not present:
+        return "it is empty"
+    return f"it is {quote(cells.iloc[0])} in every row" if distinct == 1 and present == len(cells) else None
+
+
+def _reject_duplicate(cells: Series, content: bytes, seen: dict[bytes, str]) -> str | None:
+    first = seen.setdefault(content, str(cells.name))
+    return None if first == cells.name else f"its values are those of {quote(first)}"
 
 
 def _find_code(cells: Series) -> str | None:
@@ -251,63 +266,19 @@ def _find_code(cells: Series) -> str | None:
     if is_numeric(cells) or is_category(cells):
         return None
     present = texts(cells).drop_null().unique()
-    widths = pc.min_max(pc.utf8_length(present)).as_py()
-    if widths["min"] != widths["max"] or (widths["min"] or 0) < CODE_DIGITS:
+    width = len(present[0].as_py()) if len(present) else 0
+    if width < CODE_DIGITS or not pc.all(pc.match_substring_regex(present, f"^[0-9]{{{width}}}$")).as_py():
         return None
-    if not pc.all(pc.match_substring_regex(present, "^[0-9]+$")).as_py():
-        return None
-    return next(iter(present.filter(pc.starts_with(present, "0"))[:1].to_pylist()), None)
-
-
-def _check_category(cells: Series, shares: Mapping[str, float], seen: dict[bytes, str], notes: list[str]) -> None:
-    """Raise `_DroppedError` for texts that are missing, constant, identifiers, free text or a duplicate.
-
-    `shares` are those of dates and of numbers among the texts.
-    """
-    pc = arrow("pyarrow.compute")
-    column = texts(cells)
-    present = column.drop_null()
-    labels = present.unique()
-    distinct = len(labels)
-    _check_varies(cells, len(present), distinct)
-    if shares["dates"] >= MIXED_DATES and distinct > MIXED_DISTINCT:
-        raise _DroppedError(f"{shares['dates']:.0%} of its values are dates, the others are not; correct them")
-    mixed = shares["numbers"] >= MIXED_NUMBERS and distinct > MIXED_DISTINCT
-    words = pc.mean(pc.count_substring_regex(present, r"\S+")).as_py()
-    if distinct > MAX_DISTINCT * len(present) or (words >= TEXT_WORDS and distinct > TEXT_DISTINCT * len(present)):
-        if mixed:
-            raise _DroppedError(f"{shares['numbers']:.0%} of its values are numbers, the others are not; correct them")
-        what = "free text" if words > 1 else "an identifier"
-        raise _DroppedError(f"{what}: {distinct} of {len(present)} values differ")
-    _check_duplicate(str(cells.name), pandas().util.hash_array(column.to_pandas().to_numpy()).tobytes(), seen)
-    if mixed:
-        share = f"{shares['numbers']:.0%} of its values are numbers"
-        notes.append(f"Column {quote(cells.name)} is read as categories, though {share}; correct the others.")
-    _note_cases(f"Column {quote(cells.name)}", labels, notes)
+    return next(iter(present.filter(pc.starts_with(present, "0")).to_pylist()), None)
 
 
 def _note_cases(what: str, labels: Any, notes: list[str]) -> None:
     """Add a note if some labels differ only in case."""
-    pc = arrow("pyarrow.compute")
-    lower = pc.utf8_lower(labels)
-    if len(lower.unique()) < len(labels):
-        counted = lower.value_counts()
-        several = counted.field("values").filter(pc.greater(counted.field("counts"), 1))[0]
-        alike = labels.filter(pc.equal(lower, several)).to_pylist()
-        notes.append(f"{what} has labels that differ only in case: {quote_all(sorted(alike))}; they are kept apart.")
-
-
-def _check_varies(cells: Series, present: int, distinct: int) -> None:
-    if not present:
-        raise _DroppedError("it is empty")
-    if distinct == 1 and present == len(cells):
-        raise _DroppedError(f"it is {quote(cells.iloc[0])} in every row")
-
-
-def _check_duplicate(name: str, content: bytes, seen: dict[bytes, str]) -> None:
-    first = seen.setdefault(hashlib.sha256(content).digest(), name)
-    if first != name:
-        raise _DroppedError(f"its values are those of {quote(first)}")
+    alike: dict[str, list[str]] = {}
+    for label in sorted(labels.to_pylist()):
+        alike.setdefault(label.lower(), []).append(label)
+    if several := next((found for found in alike.values() if len(found) > 1), None):
+        notes.append(f"{what} has labels that differ only in case: {quote_all(several)}; they are kept apart.")
 
 
 def _is_row_number(column: Series, format: str) -> bool:
@@ -375,13 +346,12 @@ def _infer_classes(column: Series, is_number: bool) -> tuple[Label, ...]:
             f"The target {name} has {len(rows)} classes in {total} rows, too many to learn; choose another column, or "
             "set the task to regression if it is a quantity."
         )
-    for form, count in rows.items():
-        if count == 1:
-            place = int(np.flatnonzero(positions(cells, list(rows)) == list(rows).index(form))[0])
-            raise DataError(
-                f"The class {quote(spelling[form])} of the target {name} has only one row, row "
-                f"{row_number(column, place)}, too few for training and test parts; remove it, or add rows of it."
-            )
+    if single := [form for form, count in rows.items() if count == 1]:
+        place = int(np.flatnonzero(positions(cells, single[:1]) == 0)[0])
+        raise DataError(
+            f"The class {quote(spelling[single[0]])} of the target {name} has only one row, row "
+            f"{row_number(column, place)}, too few for training and test parts; remove it, or add rows of it."
+        )
     ordered = sorted(rows, key=(lambda form: (float(form), form)) if is_number else (lambda form: (0.0, form)))
     types, dtype = pandas().api.types, column.cat.categories.dtype if is_category(column) else column.dtype
     convert: Callable[[str], Label] = str

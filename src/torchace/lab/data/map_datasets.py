@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
@@ -34,18 +32,9 @@ class Items(TorchDataset[Any]):
 
     def __init__(self, dataset: Any, part: str, target: str | None = None) -> None:
         self.dataset, self.part, self.target = dataset, part, target
-        self.length = len(dataset)
 
     def __len__(self) -> int:
-        return self.length
-
-    def check_length(self) -> None:
-        """Refuse a Dataset whose length changed."""
-        if len(self.dataset) != self.length:
-            raise DataError(
-                f"The {self.part} Dataset had {self.length} items and now has {len(self.dataset)}; its length must not "
-                "change during a sweep."
-            )
+        return len(self.dataset)
 
     def __getitem__(self, place: Place) -> tuple[int, Inputs, Tensor]:
         index, key = place
@@ -53,7 +42,6 @@ class Items(TorchDataset[Any]):
         try:
             item = self.dataset[index]
         except Exception as error:  # the user's code may raise anything
-            self.check_length()
             reason = f"{type(error).__name__}: {error_reason(error)}"
             raise DataError(f"Item {index} of the {self.part} Dataset cannot be read ({reason}).") from error
         x, y = self._split_item(item, index)
@@ -79,16 +67,12 @@ class Items(TorchDataset[Any]):
     def _as_tensor(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):
             return value
-        if not isinstance(value, np.ndarray | np.generic | bool | int | float | list):
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
             raise DataError(
                 f"The {self.part} Dataset returns {type(value).__name__}; return tensors, arrays or numbers, for "
                 "example with torchvision's transforms.ToTensor()."
-            )
-        try:
-            return torch.as_tensor(value)
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"The {self.part} Dataset returns a list that is not an array of numbers ({error})."
             ) from None
 
     def read(self, places: Sequence[Place]) -> Read:
@@ -135,16 +119,9 @@ def is_random(items: Items) -> bool:
     return False
 
 
-def item_bytes(items: Items) -> int:
-    """Return the size of one item's tensors."""
-    x, y, _ = items.read([(0, 0)])
-    return sum(t.nbytes for t in (*input_tensors(x), y))
-
-
 def read_all(items: Items, num_workers: int = 0) -> tuple[Inputs, Tensor]:
     """Read all items into tensors; random numbers depend on the index alone."""
     parts = list(_read_batches(items, _batches_in_order(range(len(items)), READ_AT_ONCE), num_workers))
-    items.check_length()
     inputs, targets, _ = zip(*parts, strict=True)
     return map_inputs(lambda *values: torch.cat(values), *inputs), torch.cat(targets)
 
@@ -159,14 +136,9 @@ def _read_batches(items: Items, batches: Iterator[list[Place]], num_workers: int
     if not num_workers:
         yield from map(items.read, batches)
         return
-    sampled, batches = itertools.tee(batches)
     with preserve_generators():  # DataLoader draws a seed for its workers
-        loaded = iter(DataLoader(items, batch_sampler=sampled, num_workers=num_workers, collate_fn=_stack))
-    for places in batches:
-        read = None
-        with suppress(DataError):  # with the worker's traceback: read again for the sentence alone
-            read = next(loaded)
-        yield items.read(places) if read is None else read
+        loaded = iter(DataLoader(items, batch_sampler=batches, num_workers=num_workers, collate_fn=_stack))
+    yield from loaded
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,21 +151,15 @@ class StreamedSplit:
     task: str
     num_classes: int | None = None
     num_workers: int = 0
-    labels: Tensor | None = None  # class indices (N,), if known without reading the samples
+    y: Tensor | None = None  # class indices (N,), if known without reading the samples
     weight: Tensor | None = None  # none
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    @property
-    def y(self) -> Tensor | None:
-        """Class indices, if known."""
-        return self.labels
-
     def take(self, indices: Tensor | slice) -> StreamedSplit:
         """Return the samples at these indices, in this order."""
-        labels = None if self.labels is None else self.labels[indices]
-        return replace(self, indices=self.indices[indices], labels=labels)
+        return replace(self, indices=self.indices[indices], y=None if self.y is None else self.y[indices])
 
     def to(self, device: torch.device | str) -> StreamedSplit:
         """Return the split with batches on a device."""
@@ -201,7 +167,6 @@ class StreamedSplit:
 
     def chunks(self, size: int) -> Iterator[tuple[Inputs, Tensor]]:
         """Iterate over samples and targets in order, at most `size` at a time."""
-        self.items.check_length()
         batches = _batches_in_order(self.indices.tolist(), size)
         for read in _read_batches(self.items, batches, self.num_workers):
             yield self.check(read)
@@ -215,10 +180,7 @@ class StreamedSplit:
             check_classes(y, self.num_classes, part, indices)
         if self.device.type == "cpu":
             return x, y
-        return map_inputs(self._move, x), self._move(y)
-
-    def _move(self, values: Tensor) -> Tensor:
-        return values.pin_memory().to(self.device, non_blocking=True)
+        return tree_map(lambda values: values.pin_memory().to(self.device, non_blocking=True), (x, y))
 
     @cached_property
     def x(self) -> Inputs:
@@ -247,37 +209,29 @@ class StreamedBatches(Batches):
         if options.get("augment") is not None:
             raise DataError("A Dataset that is read while training cannot use `augment`; augment in its __getitem__.")
         super().__init__(split, batch_size, **options)  # type: ignore[arg-type]
-        self._next: tuple[Any, int] | None = None  # what `_iterator` returns next
+        self._next: tuple[Any, int, int] | None = None  # what `_iterator` returns next
         self._iterator: Iterator[Read] = iter(())
 
-    def _batches(
-        self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]
-    ) -> tuple[Inputs, Tensor]:
+    def _batches(self, pairs: tuple[tuple[int, int], ...], epoch: int, step: int) -> tuple[Inputs, Tensor]:
         """Batches before the transform, read ahead by the workers."""
-        draws, _ = self._epoch_draws(seeds, epoch, step, streams)
-        streams = [streams] * len(seeds) if isinstance(streams, int) else list(streams)
-        wanted = ((tuple(seeds), epoch, tuple(streams)), step)
-        if self._next != wanted:
-            self.split.items.check_length()
-            places = self._places(draws.order, seeds, epoch, streams, step)
+        if self._next != (pairs, epoch, step):
+            order = self._epoch_draws(pairs, epoch, step)[0].order
+            places = self._places(order, pairs, epoch, step)
             self._iterator = _read_batches(self.split.items, places, self.split.num_workers)
         x, y = self.split.check(next(self._iterator))
-        self._next = (wanted[0], step + 1)
-        shape = (len(seeds), -1)
+        self._next = (pairs, epoch, step + 1)
+        shape = (len(pairs), -1)
         x = map_inputs(lambda t: t.unflatten(0, shape), self._format(x))
         return x, self._format_targets(y).unflatten(0, shape)
 
-    def _places(
-        self, order: Tensor, seeds: Sequence[int], epoch: int, streams: Sequence[int], step: int
-    ) -> Iterator[list[Place]]:
+    def _places(self, order: Tensor, pairs: Sequence[tuple[int, int]], epoch: int, step: int) -> Iterator[list[Place]]:
         """Iterate over the items of this step and of the rest of the epoch."""
         indices = self.split.indices[order.cpu()]  # (S, N)
         for start in range(step * self.batch_size, self.steps_per_epoch * self.batch_size, self.batch_size):
+            rows = indices[:, start : start + self.batch_size].tolist()
             yield [
                 (index, hashed_key(seed, "item", epoch, index, stream))
-                for seed, stream, row in zip(
-                    seeds, streams, indices[:, start : start + self.batch_size].tolist(), strict=True
-                )
+                for (seed, stream), row in zip(pairs, rows, strict=True)
                 for index in row
             ]
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from torchace._checks import shape_of
-from torchace._files import available_memory, error_reason, read_npz
+from torchace._files import available_memory, error_reason
 from torchace.lab.data.datasets import Dataset, channel_statistics
 from torchace.lab.data.encoding import learn_encoding
 from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.inference import infer_schema
-from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, item_bytes, read_all
+from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, read_all
 from torchace.lab.data.splits import (
     Inputs,
     Split,
@@ -32,11 +33,7 @@ from torchace.lab.data.splits import (
     input_tensors,
     random_split,
 )
-from torchace.lab.data.table_schema import get_column, target_numbers
-from torchace.lab.data.tables import read_table
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped]
+from torchace.lab.data.tables import read_arrays, read_table
 
 FORMS = "give (X, y), a DataFrame with `target`, or a map-style Dataset"
 MEMORY_SHARE = 0.5  # of the available memory that the samples may take
@@ -61,8 +58,9 @@ def make_dataset(
 ) -> Dataset:
     """Return a data set of a user's training, test and perhaps validation data, checked."""
     parts = {"training": train, "test": test} | ({} if validation is None else {"validation": validation})
-    if any(_is_frame(part) or _has_frame(part) for part in parts.values()):
-        splits, names = _table_splits({part: _join_target(given) for part, given in parts.items()}, options)
+    parts = {part: _join_target(given) for part, given in parts.items()}
+    if any(map(_is_frame, parts.values())):
+        splits, names = _table_splits(parts, options)
     elif all(map(_is_pair, parts.values())):
         splits, names = _array_splits(parts, options)
     else:
@@ -73,31 +71,30 @@ def make_dataset(
 
 def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], options: DataOptions) -> Dataset:
     """Check that the parts of the data fit together."""
+    train, num_targets, notes = splits["training"], 1, list[str]()
     for part, split in splits.items():
         if not len(split):
             raise DataError(f"The {part} data has no samples; give some.")
-    train, num_targets, notes = splits["training"], 1, list[str]()
     expected = _describe(train.x)
     for part, split in splits.items():
-        found = _describe(split.x)
-        if found != expected:
+        if (found := _describe(split.x)) != expected:
             raise DataError(f"The {part} samples are {found}, but training samples are {expected}; use one form.")
     if options.task == "classification":
         names = _class_names(train, names, options)
         for part, split in splits.items():
             if split.y is not None:
                 check_classes(split.y, len(names), part)
+            if isinstance(split, StreamedSplit):
+                splits[part] = replace(split, num_classes=len(names))
         notes = find_missing_classes(train.y, splits["test"].y, names)
-        count = len(names)
-        splits = {part: s if isinstance(s, Split) else replace(s, num_classes=count) for part, s in splits.items()}
     else:
         sizes = {part: next(split.chunks(1))[1].shape[1] for part, split in splits.items()}
         num_targets = sizes["training"]
-        for part, size in sizes.items():
-            if size != num_targets:
-                raise DataError(
-                    f"The {part} targets have {size} columns, but training targets have {num_targets}; use one number."
-                )
+        if different := next((part for part, size in sizes.items() if size != num_targets), None):
+            raise DataError(
+                f"The {different} targets have {sizes[different]} columns, but training targets have {num_targets}; "
+                "use one number."
+            )
         names = () if options.task == "regression" else names or tuple(map(str, range(num_targets)))
     is_image = isinstance(train.x, Tensor) and train.x.ndim == 4 and train.x.shape[1] in (1, 3)
     is_pixels = isinstance(train.x, Tensor) and train.x.dtype == torch.uint8 and train.x.ndim > 2
@@ -152,13 +149,11 @@ def _is_pair(part: Any) -> bool:
 
 
 def _array_splits(parts: dict[str, Any], options: DataOptions) -> tuple[dict[str, AnySplit], tuple[str, ...]]:
-    targets = {}
     for part, given in parts.items():
-        if len(given) != 2:
-            raise DataError(f"Expected (X, y) for the {part} data, but got {len(given)} values; {FORMS}.")
-        targets[part] = given[1]
-        if given[1] is None:
-            raise DataError(f"The {part} data has no targets; {FORMS}.")
+        if len(given) != 2 or given[1] is None:
+            got = f"{len(given)} values" if len(given) != 2 else "no targets"
+            raise DataError(f"Expected (X, y) for the {part} data, but got {got}; {FORMS}.")
+    targets = {part: y for part, (_, y) in parts.items()}
     names: tuple[str, ...] = ()
     if options.task == "classification" and not isinstance(next(iter(targets.values())), Tensor):
         targets, names = encode_labels(targets)
@@ -182,27 +177,21 @@ def _stack_rows(x: Any, count: int) -> Any:
     """Return a list or tuple of samples as one array; one of several inputs is unchanged."""
     if not isinstance(x, tuple | list) or len(x) != count or all(np.shape(value)[:1] == (count,) for value in x):
         return x
-    try:
-        return torch.stack(list(x)) if isinstance(x[0], Tensor) else np.asarray(x)
-    except (RuntimeError, TypeError, ValueError):
-        return list(x)
+    return torch.stack(list(x)) if isinstance(x[0], Tensor) else np.asarray(x)
 
 
 def _as_tensor(values: Any, part: str) -> Tensor:
-    if hasattr(values, "toarray") or (isinstance(values, Tensor) and values.layout is not torch.strided):
-        raise DataError(f"The {part} data is sparse; convert it with .to_dense() or .toarray().")
-    if isinstance(values, Tensor):
-        return values.detach().cpu()
     try:
+        if isinstance(values, Tensor):
+            return values.detach().cpu().to_dense()
         array = np.asarray(values)
         if array.dtype.kind == "O":  # such as a table's booleans and numbers
             array = np.asarray(array.tolist())
-        if array.dtype.kind == "u" and array.dtype.itemsize > 1:
-            array = array.astype(np.int64)
-        return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
+        wide = array.dtype.kind == "u" and array.itemsize > 1
+        return torch.from_numpy(np.ascontiguousarray(array, np.int64 if wide else array.dtype.newbyteorder("=")).copy())
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"The {part} data cannot be converted to a tensor ({error_reason(error)}); give arrays of numbers."
+            f"The {part} data cannot be converted to a tensor ({error_reason(error)}); give dense arrays of numbers."
         ) from None
 
 
@@ -213,19 +202,13 @@ def _is_frame(value: Any) -> bool:
     return hasattr(value, "columns") and hasattr(value, "iloc")
 
 
-def _has_frame(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and _is_frame(value[0])
-
-
 def _join_target(part: Any) -> Any:
-    """Return (DataFrame, targets) as one DataFrame; its target column is named "target" if it has no name."""
-    if not _has_frame(part):
+    """Return (DataFrame, targets) as one DataFrame with columns "target", or "target 0", "target 1", …."""
+    if not isinstance(part, tuple | list) or len(part) != 2 or not _is_frame(part[0]):
         return part
-    frame, y = part
-    frame = frame.reset_index(drop=True)
-    y = pandas().DataFrame(np.asarray(y), columns=getattr(y, "columns", None))
+    y = pandas().DataFrame(np.asarray(part[1]))
     names = ["target"] if y.shape[1] == 1 else [f"target {i}" for i in range(y.shape[1])]
-    return pandas().concat([frame, y.set_axis(names, axis=1)], axis=1)
+    return pandas().concat([part[0].reset_index(drop=True), y.set_axis(names, axis=1)], axis=1)
 
 
 def _table_splits(frames: dict[str, Any], options: DataOptions) -> tuple[dict[str, AnySplit], tuple[str, ...]]:
@@ -233,38 +216,18 @@ def _table_splits(frames: dict[str, Any], options: DataOptions) -> tuple[dict[st
         if not _is_frame(frame):
             raise DataError(f"Expected a DataFrame for the {part} data too, but got {type(frame).__name__}.")
     train = frames["training"]
-    targets = _target_columns(train, options)
-    if len(targets) == 1 and options.task != "multilabel":
-        schema = infer_schema(train, targets[0], options.task)
-        names = tuple(map(str, schema.target.class_names)) if options.task == "classification" else ()
-    else:
-        schema = infer_schema(train.drop(columns=targets[1:]), targets[0], "regression")
-        names = tuple(targets) if options.task == "multilabel" else ()
+    targets = [options.target] if isinstance(options.target, str) else list(options.target or ())
+    targets = targets or [name for name in train.columns if re.fullmatch("target( [0-9]+)?", str(name))]
+    if not targets:
+        raise DataError("A table needs `target`, the name of the column to predict.")
+    schema = infer_schema(train, targets, "classification" if options.task == "classification" else "regression")
     encoding = learn_encoding(schema, train, method="standard")  # one input a column: own networks know their width
     encoder = encoding.encoder()
     splits: dict[str, AnySplit] = {}
     for part, frame in frames.items():
-        if options.task == "classification":
-            y = encoding.schema.targets(frame)
-        else:
-            columns = [target_numbers(get_column(frame, name, "the target")) for name in targets]
-            y = torch.from_numpy(np.stack(columns, 1))
-        x = encoder(encoding.matrix(frame))
-        splits[part] = Split(x, as_targets(y, options.task, part)).to(options.device)
-    return splits, names
-
-
-def _target_columns(frame: DataFrame, options: DataOptions) -> list[str]:
-    target = options.target
-    if target is None:
-        found = [name for name in map(str, frame.columns) if name == "target" or name.startswith("target ")]
-        if not found:
-            raise DataError("A table needs `target`, the name of the column to predict.")
-        return found
-    names = [target] if isinstance(target, str) else list(target)
-    for name in names:
-        get_column(frame, name, "the target")
-    return names
+        y = as_targets(schema.targets(frame), options.task, part)
+        splits[part] = Split(encoder(encoding.matrix(frame)), y).to(options.device)
+    return splits, tuple(targets) if options.task == "multilabel" else tuple(schema.target.class_names)
 
 
 # -- map-style Datasets ------------------------------------------------------------------------------------------------
@@ -273,33 +236,33 @@ def _target_columns(frame: DataFrame, options: DataOptions) -> list[str]:
 def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
     if _is_pair(dataset):
         return _array_splits({part: dataset}, options)[0][part]
-    if isinstance(dataset, DataLoader):
-        raise DataError(f"The {part} data is a DataLoader, which has an order of its own; give its `dataset`.")
     is_map = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, str)
-    if isinstance(dataset, IterableDataset) or not is_map:
+    if not is_map or isinstance(dataset, Tensor | np.ndarray):
         raise DataError(f"The {part} data is {type(dataset).__name__}; {FORMS}, which has a length and items by index.")
-    if isinstance(dataset, Tensor | np.ndarray):
-        raise DataError(f"The {part} data has no targets; {FORMS}.")
     if isinstance(dataset, TensorDataset):
         *x, y = dataset.tensors
         return _array_split(x[0] if len(x) == 1 else tuple(x), y, part, options)
     if not len(dataset):
         raise DataError(f"The {part} data has no samples; give some.")
     items = Items(dataset, part, options.target if isinstance(options.target, str) else None)
-    random = is_random(items)
-    if not random and options.stream == "auto":
+    streams = is_random(items) or options.stream is True
+    if not streams and options.stream == "auto":
         device = torch.device(options.device)
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-        available = math.inf if free is None else MEMORY_SHARE * min(free, available_memory() or math.inf)
-        random = item_bytes(items) * len(items) > available
-    if options.stream is not True and not random:
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+        available = MEMORY_SHARE * min(free, available_memory() or math.inf)
+        x, y, _ = items.read([(0, 0)])
+        streams = sum(tensor.nbytes for tensor in (*input_tensors(x), y)) * len(items) > available
+    if not streams:
         return _array_split(*read_all(items, options.num_workers), part, options)
-    labels, known = getattr(dataset, "targets", None), None  # as torchvision's Datasets keep them
-    if options.task == "classification" and labels is not None and len(labels) == len(dataset):
-        with suppress(DataError, TypeError, ValueError):
-            known = as_targets(torch.as_tensor(labels), options.task, "training")
-    split = StreamedSplit(items, torch.arange(len(items)), torch.device(options.device), options.task, labels=known)
-    return replace(split, num_workers=options.num_workers)
+    labels = getattr(dataset, "targets", None) if options.task == "classification" else None  # as torchvision has them
+    return StreamedSplit(
+        items,
+        torch.arange(len(items)),
+        torch.device(options.device),
+        options.task,
+        num_workers=options.num_workers,
+        y=None if labels is None else as_targets(torch.as_tensor(labels), options.task, part),
+    )
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -328,40 +291,30 @@ def read_data_file(
         if task == "classification" and isinstance(target, str) and target in part.columns:
             y = infer_schema(part, target, task).targets(part)
         rows = _random_rows(len(part), y, test)
-        train, held_out = (part.iloc[index.numpy()].reset_index(drop=True) for index in rows)
-        return train, held_out, validation
-    x, y = part
-    labels = np.unique(y, return_inverse=True)[1] if task == "classification" and np.ndim(y) == 1 else None
-    rows = _random_rows(len(x), None if labels is None else torch.from_numpy(labels.astype(np.int64)), test)
-    train, held_out = ((x[index.numpy()], np.asarray(y)[index.numpy()]) for index in rows)
+        train, held_out = (part.iloc[index].reset_index(drop=True) for index in rows)
+    else:
+        x, y = part
+        labels = np.unique(y, return_inverse=True)[1] if task == "classification" and np.ndim(y) == 1 else None
+        rows = _random_rows(len(x), None if labels is None else torch.from_numpy(labels.astype(np.int64)), test)
+        train, held_out = ((x[index], y[index]) for index in rows)
     return train, held_out, validation
 
 
 def _read_part(file: str, target: Any) -> Any:
-    """Return four arrays by name, (x, y), or a DataFrame."""
+    """Return arrays of training and test data by name, (x, y), or a DataFrame."""
     if not file.lower().endswith(".npz"):
         return read_table(file)
-    target = target if isinstance(target, str) else "y"
-    names = ("x_train", "y_train", "x_test", "y_test", "x_validation", "y_validation", "x", "X", target)
-    path = Path(file).expanduser()
-    try:
-        arrays = read_npz(path, names)
-    except FileNotFoundError:
-        return read_table(file)  # raises the error of a missing file
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} is a damaged NPZ file ({error_reason(error)}); copy or save it again.") from None
+    arrays = read_arrays(Path(file).expanduser())
     if {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys():
         return arrays
-    x, y = arrays.get("x", arrays.get("X")), arrays.get(target)
+    x, y = arrays.get("x", arrays.get("X")), arrays.get(target if isinstance(target, str) else "y")
     return read_table(file) if x is None or y is None else (x, y)
 
 
-def _random_rows(count: int, labels: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+def _random_rows(count: int, labels: Tensor | None, share: float) -> list[NDArray[np.int64]]:
     """Return the rows of the training and of the test part, stratified where labels are given."""
     size = round(share * count)
     if not 0 < size < count:
         raise DataError(f"{count} samples are too few for a test share of {share:g}; give more, or a `test_file`.")
-    rest, taken = random_split(
-        Split(torch.arange(count), torch.zeros(count) if labels is None else labels), size, seed=0
-    )
-    return rest.x, taken.x
+    samples = Split(torch.arange(count), torch.zeros(count) if labels is None else labels)
+    return [part.x.numpy() for part in random_split(samples, size, seed=0)]

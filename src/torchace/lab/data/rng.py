@@ -32,8 +32,6 @@ def hashed_key(seed: int, *keys: Key) -> int:
         if isinstance(key, str):
             word = key.encode()
             digest.update(b"s%d:" % len(word) + word)  # length first: ("ab", "c") is not ("a", "bc")
-        elif isinstance(key, bool):
-            raise TypeError(f"Expected keys to be integers or strings, but got {key}. Use int({key}).")
         else:
             digest.update(b"i%d:" % operator.index(key))
     return int.from_bytes(digest.digest()[:8], "little", signed=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchace._checks import check_tensor, shape_of
+from torchace._checks import shape_of
 from torchace.lab.data.errors import DataError, quote, quote_all, row_number
 from torchace.lab.data.parsing import texts
 from torchace.lab.data.rng import hashed_key, permutation
@@ -68,7 +68,6 @@ def as_arguments(network: nn.Module, x: Inputs) -> list[Any]:
     return [x.get(parameter.name, parameter.default) for parameter in named[: last + 1]]
 
 
-PARTS = ("train", "validation", "test")
 _PART_CODES = {"train": 0, "training": 0, "validation": 1, "valid": 1, "val": 1, "test": 2}
 
 
@@ -85,26 +84,17 @@ class Split:
     weight: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_tensor(self.y, "y")
         for x in input_tensors(self.x):
-            check_tensor(x, "x")
-            if x.ndim == 0 or self.y.ndim == 0 or x.shape[0] != self.y.shape[0]:
+            if x.shape[:1] != self.y.shape[:1] or x.device != self.y.device:
                 raise ValueError(
-                    "Expected `x` and `y` with one entry for each sample, "
-                    f"but got shapes {shape_of(x)} and {shape_of(self.y)}."
-                )
-            if x.device != self.y.device:
-                raise ValueError(
-                    f"Expected `x` and `y` on one device, but got {x.device} and {self.y.device}. Move both."
+                    "Expected `x` and `y` with one entry for each sample on one device, but got shapes "
+                    f"{shape_of(x)} on {x.device} and {shape_of(self.y)} on {self.y.device}."
                 )
         if self.y.dtype != torch.int64 and not self.y.is_floating_point():
             raise TypeError(f"Expected `y` of type int64, but got {self.y.dtype}. Convert it: y.long().")
-        if self.weight is not None and (
-            self.weight.ndim not in (1, 2) or self.weight.shape[-1] != len(self) or self.weight.device != self.device
-        ):
+        if self.weight is not None and self.weight.shape[-1] != len(self):
             raise ValueError(
-                f"Expected `weight` of shape ({len(self)},) or (K, {len(self)}) on {self.device}, "
-                f"but got {shape_of(self.weight)} on {self.weight.device}."
+                f"Expected `weight` of shape ({len(self)},) or (K, {len(self)}), but got {shape_of(self.weight)}."
             )
 
     def __len__(self) -> int:
@@ -135,7 +125,7 @@ class Split:
 
 
 class SplitIndices(NamedTuple):
-    """Row indices of each part, int64, sorted and disjoint."""
+    """Row indices of each part, sorted and disjoint."""
 
     train: Tensor
     validation: Tensor
@@ -148,13 +138,7 @@ def stratified_split(split: Any, size: int | float, *, seed: int) -> tuple[Any, 
     `size` is a count (int) or a fraction (float). Rounding favors largest remainders, then lower classes. Both parts
     keep the order of the samples.
     """
-    count = _check_size(size, len(split))
-    labels = split.y.cpu()
-    if labels.dtype != torch.int64 or labels.ndim != 1 or int(labels.min()) < 0:
-        raise ValueError(
-            f"Expected class indices `y` of shape ({len(split)},), but got {labels.dtype} of shape {shape_of(labels)}. "
-            "Only class labels can be stratified."
-        )
+    count, labels = _count(size, len(split)), split.y.cpu()
     counts = torch.bincount(labels).tolist()
     quotas = [size * count // len(split) for size in counts]
     by_remainder = sorted(range(len(counts)), key=lambda label: (-(counts[label] * count % len(split)), label))
@@ -172,16 +156,23 @@ def random_split(split: Any, size: int | float, *, seed: int) -> tuple[Any, Any]
     """Split into the rest and a random part of `size`, stratified if the samples have known classes."""
     if split.y is not None and not split.y.is_floating_point():
         return stratified_split(split, size, seed=seed)
-    count = _check_size(size, len(split))
+    count = _count(size, len(split))
     order = permutation(seed, "split", count=len(split))
     return split.take(order[count:].sort().values), split.take(order[:count].sort().values)
 
 
-def _check_size(size: int | float, available: int) -> int:
-    if isinstance(size, bool) or not isinstance(size, int | float):
-        raise TypeError(f"Expected `size` to be a number of samples or a fraction, but got {type(size).__name__}.")
-    if isinstance(size, float) and not 0.0 < size < 1.0:
-        raise ValueError(f"Expected a fraction `size` between 0 and 1, but got {size}. Use an int to count samples.")
+def random_subset(split: Any, size: int, *, seed: int) -> Any:
+    """Return `size` random samples, in their order; a smaller subset of the same seed is part of a larger one.
+
+    Example:
+        >>> split = Split(torch.arange(6.0), torch.arange(6))
+        >>> random_subset(split, 2, seed=0).y.tolist(), random_subset(split, 4, seed=0).y.tolist()
+        ([3, 4], [0, 1, 3, 4])
+    """
+    return split.take(permutation(seed, "limit", count=len(split))[:size].sort().values)
+
+
+def _count(size: int | float, available: int) -> int:
     count = size if isinstance(size, int) else round(size * available)
     if not 0 < count < available:
         raise ValueError(
@@ -203,13 +194,6 @@ def train_val_test_split(
     Classes `(N,)` of int64 are stratified, each with a training row; floating-point targets are split at random. A
     `column` with the part of every row decides instead; without a validation row in it, some training rows are drawn.
     """
-    check_tensor(targets, "targets")
-    is_number = targets.is_floating_point()
-    if targets.ndim != 1 + (is_number and targets.ndim == 2) or not (is_number or targets.dtype == torch.int64):
-        raise ValueError(
-            "Expected `targets` as class indices (N,) of int64, or numbers (N,) or (N, M) of a floating-point type, "
-            f"but got {targets.dtype} of shape {shape_of(targets)}."
-        )
     targets = targets.cpu()
     shares = [float(fraction) for fraction in fractions]
     if not (len(shares) == 3 and abs(sum(shares) - 1) < 1e-9 and shares[0] > 0 and shares[1] > 0 and shares[2] >= 0):
@@ -251,27 +235,24 @@ def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> 
     if not targets.is_floating_point():
         rest, taken = stratified_split(Split(rows, targets[rows]), count, seed=key)
         return rest.x, taken.x
-    is_taken = torch.zeros(len(rows), dtype=torch.bool)
-    is_taken[permutation(key, count=len(rows))[:count]] = True
-    return rows[~is_taken], rows[is_taken]
+    order = permutation(key, count=len(rows))
+    return rows[order[count:].sort().values], rows[order[:count].sort().values]
 
 
 def _parts_from_column(column: Series, targets: Tensor, *, needs_test: bool) -> SplitIndices:
     """Rows of each part according to a column of the file."""
-    name, cells = quote(column.name), texts(column)
-    if len(cells) != len(targets):
-        raise ValueError(f"Expected `column` with {len(targets)} rows, as many as `targets`, but got {len(cells)}.")
-    codes = np.asarray([-1 if cell is None else _PART_CODES.get(cell.lower(), -1) for cell in cells.to_pylist()])
+    name, cells = quote(column.name), texts(column).to_pylist()
+    codes = np.asarray([-1 if cell is None else _PART_CODES.get(cell.lower(), -1) for cell in cells])
     if (codes < 0).any():
         wrong = int(np.flatnonzero(codes < 0)[0])
-        found = quote(column.iloc[wrong]) if cells[wrong].is_valid else "nothing"
+        found = "nothing" if cells[wrong] is None else quote(cells[wrong])
         raise DataError(
             f"Column {name} has {found} in row {row_number(column, wrong)}, which is not a part; write train, "
             "validation or test in every row."
         )
-    parts = SplitIndices(*(torch.from_numpy(np.flatnonzero(codes == code)) for code in range(len(PARTS))))
-    for part, rows in zip(PARTS, parts, strict=True):
-        if not len(rows) and (part == "train" or (part == "test" and needs_test)):
+    parts = SplitIndices(*(torch.from_numpy(np.flatnonzero(codes == code)) for code in range(3)))
+    for part, rows, is_needed in (("train", parts.train, True), ("test", parts.test, needs_test)):
+        if is_needed and not len(rows):
             raise DataError(
                 f"Column {name} has no row for {part}; write {part} in some, or leave the column out for random parts."
             )
@@ -279,14 +260,14 @@ def _parts_from_column(column: Series, targets: Tensor, *, needs_test: bool) -> 
 
 
 def _check_classes_trained(targets: Tensor, parts: SplitIndices, column: Series, classes: Sequence[object]) -> None:
-    seen = set(targets[parts.train].tolist())
     for part, rows in (("validation", parts.validation), ("test", parts.test)):
-        for row in rows.tolist():
-            if (label := int(targets[row])) not in seen:
-                raise DataError(
-                    f"The class {quote(classes[label] if classes else label)} is in the {part} part (row "
-                    f"{row_number(column, row)}) but not in the training part; put a row of it there."
-                )
+        unknown = rows[~torch.isin(targets[rows], targets[parts.train])]
+        if len(unknown):
+            row, label = int(unknown[0]), int(targets[unknown[0]])
+            raise DataError(
+                f"The class {quote(classes[label] if classes else label)} is in the {part} part (row "
+                f"{row_number(column, row)}) but not in the training part; put a row of it there."
+            )
 
 
 REMEDY = "task='regression' for numbers or task='multilabel' for several labels per sample"
@@ -342,13 +323,12 @@ def encode_labels(parts: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
     train, *_ = labels.values()
     if train.dtype.kind not in "OSU":
         return labels, ()
+    names = np.unique(train.astype(str))
     for part, y in labels.items():
         missing = [i for i, label in enumerate(y.flat) if label is None or label != label]
         if missing:
             raise DataError(f"The {part} data has no label in sample {missing[0]}; leave such samples out.")
-    names = np.unique(train.astype(str))
-    for part, y in labels.items():
-        if unknown := sorted(set(y.astype(str).tolist()) - set(names.tolist())):
+        if len(unknown := np.setdiff1d(y.astype(str), names)):
             raise DataError(
                 f"The {part} data has the class {quote(unknown[0])}, but the training data has {quote_all(names)}; put "
                 "a sample of it there."
@@ -360,11 +340,10 @@ def find_missing_classes(train: Tensor | None, test: Tensor | None, names: Seque
     """Return a note for each part of the data that has no sample of some class."""
     notes = []
     for part, y in (("training", train), ("test", test)):
-        if y is None:
+        if y is None:  # not known before reading
             continue
-        counts = torch.bincount(y.cpu(), minlength=len(names))
-        missing = [name for name, count in zip(names, counts.tolist(), strict=True) if not count]
-        if missing:
+        present = set(y.unique().tolist())
+        if missing := [name for label, name in enumerate(names) if label not in present]:
             what = "class" if len(missing) == 1 else "classes"
             remedy = "results say nothing about it" if part == "test" else "no member can learn it"
             notes.append(f"The {part} data has no sample of the {what} {quote_all(missing)}; {remedy}.")

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from torchace._files import TABLE_COLUMNS
 from torchace.lab.data.errors import (
     DataError,
-    MissingTargetError,
     first_duplicate,
     more_rows,
     pandas,
@@ -27,16 +21,7 @@ from torchace.lab.data.errors import (
     row_number,
     suggestion,
 )
-from torchace.lab.data.parsing import (
-    DATE_FORMATS,
-    MISSING,
-    NUMBER_FORMATS,
-    dates,
-    number_text,
-    numbers,
-    positions,
-    texts,
-)
+from torchace.lab.data.parsing import MISSING, dates, number_text, numbers, positions, texts
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
@@ -44,6 +29,10 @@ if TYPE_CHECKING:
 
 STRICT = ConfigDict(strict=True, extra="forbid")
 KINDS = ("number", "category", "date")
+TASKS = ("classification", "regression")
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Label = str | int | Finite | bool
 
 
 @dataclass(frozen=True)
@@ -55,111 +44,6 @@ class Column:
     kind: Annotated[str, Field(pattern="^(number|category|date)$")]
     format: str = ""  # of `parsing.NUMBER_FORMATS` or `parsing.DATE_FORMATS`
     lenient: bool = False  # cells that are not numbers or dates count as missing
-
-
-def check_columns(frame: DataFrame) -> DataFrame:
-    """Return the table with unique strings as column names, or raise an error."""
-    pd = pandas()
-    if not isinstance(frame, pd.DataFrame):
-        raise TypeError(
-            f"Expected `frame` to be a pandas DataFrame, but got {type(frame).__name__}. Use pandas.DataFrame(...)."
-        )
-    if isinstance(frame.columns, pd.MultiIndex):
-        raise DataError(f"The table has column names of {frame.columns.nlevels} levels; give every column one name.")
-    names = [str(name) for name in frame.columns]
-    if (duplicate := first_duplicate(names)) is not None:
-        raise DataError(f"The table has two columns named {quote(duplicate)}; rename one of them.")
-    return frame if list(frame.columns) == names else frame.set_axis(names, axis=1)
-
-
-def check_names(names: list[str], path: Path) -> None:
-    """Raise an error if a file has no columns, too many, or duplicate names."""
-    if len(names) > TABLE_COLUMNS:
-        raise DataError(
-            f"{path} has {len(names):,} columns, but a table may have at most {TABLE_COLUMNS:,}; leave some out."
-        )
-    if not names:
-        raise DataError(f"{path} has no columns; give a file with a table.")
-    if (duplicate := first_duplicate(names)) is not None:
-        raise DataError(f"{path} has two columns named {quote(duplicate)}; rename one of them.")
-
-
-def get_column(frame: DataFrame, name: str, role: str) -> Series:
-    """Return a column by its name."""
-    if name not in frame.columns:
-        raise DataError(
-            f"The table has no column {quote(name)}{suggestion(name, frame.columns)}, which is {role}; add it, or "
-            f"rename the intended column{header_hint(frame.columns)}."
-        )
-    return frame[name]
-
-
-def feature_numbers(cells: Series, column: Column) -> NDArray[np.float64]:
-    """Numbers of a feature column, or seconds since 1970 of dates, `(N,)`, NaN where one is missing."""
-    values, invalid = (dates if column.kind == "date" else numbers)(cells, column.format)
-    check_features(cells, values, invalid & (not column.lenient), column.kind)
-    return values
-
-
-def target_numbers(column: Series, format: str = "") -> NDArray[np.float64]:
-    """Numbers of a target column, `(N,)`, none missing."""
-    values, invalid = numbers(column, format)
-    check_targets(column, values, invalid)
-    return values
-
-
-def check_targets(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_]) -> None:
-    """Raise an error unless all cells are finite numbers."""
-    _check_present(column, np.isnan(values) & ~invalid)
-    check_features(column, values, invalid, remedy="correct it, or train for classification")
-
-
-def target_texts(column: Series) -> Any:
-    """Texts of a target column, an Arrow array, none missing; `-` or `?` may be a class."""
-    cells = texts(column, MISSING)
-    _check_present(column, np.asarray(cells.is_null()))
-    return cells
-
-
-def header_hint(names: Iterable[str]) -> str:
-    """Hint at a missing header if at least half of the column names are numbers."""
-    found, invalid = numbers(pandas().Series(list(names), dtype=object))
-    return " (the first row of a file must hold the names)" if len(found) and invalid.mean() <= 0.5 else ""
-
-
-def check_features(
-    column: Series,
-    values: NDArray[np.float64],
-    invalid: NDArray[np.bool_],
-    kind: str = "number",
-    remedy: str = "correct it, or leave it empty",
-) -> None:
-    """Raise an error unless all cells are finite numbers, or dates, or missing."""
-    for wrong, what in ((invalid, f"not a {kind}"), (np.isinf(values), "infinite or too large")):
-        places = np.flatnonzero(wrong)
-        if len(places):
-            first = int(places[0])
-            raise DataError(
-                f"Column {quote(column.name)} holds {kind}s, but row {row_number(column, first)} has "
-                f"{quote(column.iloc[first])}, which is {what}{more_rows(len(places) - 1, ' (likewise ', ')')}; "
-                f"{remedy}."
-            )
-
-
-def _check_present(column: Series, missing: NDArray[np.bool_]) -> None:
-    places = np.flatnonzero(missing)
-    if len(places):
-        first = int(places[0])
-        raise MissingTargetError(
-            f"The target {quote(column.name)} has no value in row {row_number(column, first)}"
-            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value)"
-        )
-
-
-TASKS = ("classification", "regression")
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Label = str | int | Finite | bool
 
 
 @dataclass(frozen=True)
@@ -211,12 +95,17 @@ class Schema:
         frame = check_columns(frame)
         columns = [get_column(frame, name, "the target") for name in self.target.names]
         if self.target.task == "regression":
-            found = [target_numbers(c, format) for c, format in zip(columns, self.target.formats, strict=True)]
+            found = []
+            for column, format in zip(columns, self.target.formats, strict=True):
+                values, invalid = numbers(column, format)
+                check_targets(column, values, invalid)
+                found.append(values)
             return torch.from_numpy(np.stack(found, 1) if len(found) > 1 else found[0])
         if self.target.task == "multilabel":
             raise DataError("A multilabel model cannot be scored on a file; score it in Python.")
         cells = target_texts(columns[0])
-        codes = positions(cells, [label_text(label) for label in self.target.classes])
+        labels = (number_text(label) if isinstance(label, float) else str(label) for label in self.target.classes)
+        codes = positions(cells, list(labels))
         unknown = np.flatnonzero(codes < 0)
         if len(unknown):
             place = int(unknown[0])
@@ -227,64 +116,73 @@ class Schema:
             )
         return torch.from_numpy(codes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert the schema to JSON values."""
-        return type_adapter(Schema).dump_python(self, mode="json")
 
-    @classmethod
-    def from_dict(cls, content: object) -> Schema:
-        """Restore a schema from `to_dict`; raise `DataError` for other content."""
-        schema: Schema = parse_stored(Schema, content, "schema")
-        schema.check()
-        return schema
-
-    def check(self) -> None:
-        """Raise an error unless names are unique and classes fit the task."""
-        names = [*self.target.names, *(column.name for column in self.columns)]
-        classes = [label_text(label) for label in self.target.classes]
-        if not self.columns or first_duplicate(names) is not None:
-            raise damaged_json("schema", "columns: expected at least one, with unique names")
-        least = {"classification": 2, "multilabel": 1, "regression": 0}[self.target.task]
-        if len(classes) < least or (classes and not least):
-            raise damaged_json("schema", "target.classes: expected two or more for classification only")
-        if first_duplicate(classes) is not None:
-            raise damaged_json("schema", "target.classes: expected unique ones")
-        formats = {"number": ("", *NUMBER_FORMATS), "date": DATE_FORMATS, "category": ("",)}
-        used = [(column.kind, column.format) for column in self.columns]
-        used += [("number", format) for format in self.target.formats]
-        if any(format not in formats[kind] for kind, format in used):
-            raise damaged_json("schema", "format: expected a known one")
-        expected = len(self.target.names) if self.target.task == "regression" else 0
-        if len(self.target.formats) != expected or (not expected and len(self.target.names) > 1):
-            raise damaged_json("schema", "target.formats: expected one for each column of a regression")
+def check_columns(frame: DataFrame) -> DataFrame:
+    """Return the table with unique strings as column names, or raise an error."""
+    if not isinstance(frame, pandas().DataFrame):
+        raise TypeError(
+            f"Expected `frame` to be a pandas DataFrame, but got {type(frame).__name__}. Use pandas.DataFrame(...)."
+        )
+    names = [str(name) for name in frame.columns]
+    if (duplicate := first_duplicate(names)) is not None:
+        raise DataError(f"The table has two columns named {quote(duplicate)}; rename one of them.")
+    return frame if list(frame.columns) == names else frame.set_axis(names, axis=1)
 
 
-@cache  # takes milliseconds to build
-def type_adapter(kind: Any) -> TypeAdapter[Any]:
-    """Pydantic validator and serializer of a dataclass."""
-    return TypeAdapter(kind)
+def get_column(frame: DataFrame, name: str, role: str) -> Series:
+    """Return a column by its name."""
+    if name not in frame.columns:
+        raise DataError(
+            f"The table has no column {quote(name)}{suggestion(name, frame.columns)}, which is {role}; add it, or "
+            f"rename one of its columns {quote_all(frame.columns)}."
+        )
+    return frame[name]
 
 
-def parse_stored(kind: Any, content: object, what: str) -> Any:
-    """Validate JSON values as a dataclass; an error is one sentence."""
-    adapter = type_adapter(kind)
-    try:
-        value = adapter.validate_json(json.dumps(content))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        message = f"{first['msg'][0].lower()}{first['msg'][1:]}"
-        raise damaged_json(what, f"{place}: {message}" if place else message) from None
-    if adapter.dump_python(value, mode="json") != content:
-        raise damaged_json(what, "fields are missing")
-    return value
+def feature_numbers(cells: Series, column: Column) -> NDArray[np.float64]:
+    """Numbers of a feature column, or seconds since 1970 of dates, `(N,)`, NaN where one is missing."""
+    values, invalid = (dates if column.kind == "date" else numbers)(cells, column.format)
+    check_features(cells, values, invalid & (not column.lenient), column.kind)
+    return values
 
 
-def damaged_json(what: str, why: str) -> DataError:
-    """Error for a damaged schema or encoding."""
-    return DataError(f"The {what} of the table is damaged ({why}); copy the model again or train it again.")
+def target_texts(column: Series) -> Any:
+    """Texts of a target column, an Arrow array, none missing; `-` or `?` may be a class."""
+    cells = texts(column, MISSING)
+    _check_present(column, np.asarray(cells.is_null()))
+    return cells
 
 
-def label_text(label: Label) -> str:
-    """Text of a class as in `texts`."""
-    return number_text(label) if isinstance(label, float) else str(label)
+def check_targets(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_]) -> None:
+    """Raise an error unless all cells are finite numbers."""
+    _check_present(column, np.isnan(values) & ~invalid)
+    check_features(column, values, invalid, remedy="correct it, or train for classification")
+
+
+def check_features(
+    column: Series,
+    values: NDArray[np.float64],
+    invalid: NDArray[np.bool_],
+    kind: str = "number",
+    remedy: str = "correct it, or leave it empty",
+) -> None:
+    """Raise an error unless all cells are finite numbers, or dates, or missing."""
+    for wrong, what in ((invalid, f"not a {kind}"), (np.isinf(values), "infinite or too large")):
+        places = np.flatnonzero(wrong)
+        if len(places):
+            first, others = int(places[0]), more_rows(len(places) - 1)
+            raise DataError(
+                f"Column {quote(column.name)} holds {kind}s, but row {row_number(column, first)} has "
+                f"{quote(column.iloc[first])}, which is {what}{others and f' ({others.strip()})'}; {remedy}."
+            )
+
+
+def _check_present(column: Series, missing: NDArray[np.bool_]) -> None:
+    places = np.flatnonzero(missing)
+    if len(places):
+        first = int(places[0])
+        raise DataError(
+            f"The target {quote(column.name)} has no value in row {row_number(column, first)}"
+            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value); fill in or remove "
+            "such rows, for example with DataFrame.dropna or --skip-missing-target."
+        )

@@ -2,141 +2,36 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import os
-import stat
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from torchace._checks import check_count
-from torchace._files import CHUNK_BYTES, error_reason, read_npz
-from torchace.lab.data.csv_files import csv_chunks, text_encoding
-from torchace.lab.data.errors import DataError, arrow, pandas, quote, suggestion
-from torchace.lab.data.table_schema import check_names
+from torchace._files import error_reason
+from torchace.lab.data.errors import DataError, arrow, first_duplicate, pandas, quote, suggestion
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
-
-def npz_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
-    """Iterate over the columns of an NPZ file, at most `rows` rows at a time."""
-    try:
-        arrays = read_npz(path)
-    except (OSError, ValueError) as error:
-        reason = error_reason(error)
-        raise DataError(f"{path} is a damaged NPZ file ({reason}); copy or save it again.") from None
-    count = max((len(array) for array in arrays.values() if array.ndim), default=0)
-    names: list[str] = []
-    for name, array in arrays.items():
-        if array.dtype.kind not in "biufMmSU" or array.ndim not in (1, 2) or len(array) != count:
-            raise DataError(
-                f"{path} has an array {quote(name)} of {array.dtype} and shape {array.shape}, but a table is made of "
-                f"numbers or text of shape ({count},) or ({count}, D); save it so, or leave it out."
-            )
-        stem = "x" if name == "X" else name
-        names += [name] if array.ndim == 1 else [f"{stem}{i}" for i in range(array.shape[1])]
-    check_names(names, path)
-    for start in range(0, count, rows):
-        blocks = [array[start : start + rows] for array in arrays.values()]
-        matrices = [block[:, None] if block.ndim == 1 else block for block in blocks]
-        try:
-            columns = [_column(matrix[:, i]) for matrix in matrices for i in range(matrix.shape[1])]
-        except UnicodeDecodeError:
-            raise DataError(f"{path} is a damaged NPZ file (text is not UTF-8); save it again.") from None
-        yield dict(zip(names, columns, strict=True))
-
-
-def _column(values: NDArray[Any]) -> Any:
-    """Convert a column for pandas: numbers in native byte order, texts as Python strings."""
-    if values.dtype.kind == "S":
-        return [value.decode() for value in values.tolist()]
-    if values.dtype.kind == "U":
-        return values.tolist()
-    if values.dtype.kind == "f" and values.dtype.itemsize > 8:
-        with np.errstate(over="ignore"):
-            return values.astype(np.float64)
-    return values.astype(values.dtype.newbyteorder("="))
-
-
-_CELL_BYTES = 8  # a number, or the offset of a text
-
-
-def parquet_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
-    """Iterate over the rows of a Parquet file, at most `rows` at a time."""
-    pa, parquet = arrow(), arrow("pyarrow.parquet")
-    types = _pandas_types()
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = [name for name in file.schema_arrow.names if not _is_index(name)]
-            check_names(names, path)
-            for batch in file.iter_batches(batch_size=max(1, min(rows, CHUNK_BYTES // (_CELL_BYTES * len(names))))):
-                batch.validate(full=True)  # finds text that is not UTF-8
-                columns = {
-                    name: _to_plain(array)
-                    for name, array in zip(batch.schema.names, batch.columns, strict=True)
-                    if not _is_index(name)
-                }
-                yield pa.table(columns).to_pandas(types_mapper=types.get)
-    except DataError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
-        reason = error_reason(error)
-        raise DataError(f"{path} is a damaged Parquet file ({reason}); copy or save it again.") from None
-
-
-def _pandas_types() -> dict[Any, Any]:
-    """Nullable types, so that every chunk has the type of the whole column."""
-    pd, pa = pandas(), arrow()
-    text = pd.StringDtype("pyarrow")
-    types = {pa.bool_(): pd.BooleanDtype(), pa.string(): text, pa.large_string(): text, pa.string_view(): text}
-    for name in (f"{sign}Int{bits}" for sign in ("", "U") for bits in (8, 16, 32, 64)):
-        types[getattr(pa, name.lower())()] = getattr(pd, f"{name}Dtype")()
-    return types
-
-
-def _is_index(name: str) -> bool:
-    """Whether this column is pandas's stored index."""
-    return name.startswith("__index_level_")
-
-
-def _to_plain(array: Any) -> Any:
-    """Unpack dictionaries; convert decimals to numbers, dates to one type, and times of day to texts."""
-    pa = arrow()
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if pa.types.is_decimal(array.type):
-        return array.cast(pa.float64())
-    if pa.types.is_date(array.type) or pa.types.is_timestamp(array.type):
-        return array.cast(pa.timestamp("us"), safe=False)  # UTC; nanoseconds are cut
-    if pa.types.is_time(array.type):
-        return array.cast(pa.large_string())
-    return array
-
-
-Reader = Callable[[Path, int], Iterator[Any]]
-
-_TEXT_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-_READERS: dict[str, Reader] = {
-    **dict.fromkeys(_TEXT_SUFFIXES, csv_chunks),
-    ".parquet": parquet_chunks,
-    ".npz": npz_chunks,
-}
-
-# first bytes, file type, remedy
-_CONTENTS: tuple[tuple[bytes, str, str], ...] = (
-    (b"PAR1", "Parquet", "rename it to end in .parquet"),
-    (b"\x1f\x8b", "gzip", "rename it to end in .csv.gz if that is what it holds"),
-    (b"PK\x03\x04", "ZIP", "rename it to end in .npz if numpy wrote it, or save a workbook as CSV"),
-    (b"PK\x05\x06", "ZIP", "save the table again"),
-    (b"\xd0\xcf\x11\xe0", "Excel", "save it as CSV"),
-    (b"\x93NUMPY", "NPY", "save the arrays with numpy.savez(file, x=x, y=y)"),
-    (b"\x89HDF", "HDF5", "save it as CSV, Parquet or NPZ"),
-    (b"SQLite format 3", "SQLite", "save it as CSV, Parquet or NPZ"),
-    (b"%PDF", "PDF", "save the table as CSV"),
-)
+SAMPLE_ROWS = 20  # that decide about the delimiter of a CSV file
+DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
+ENCODINGS = {"utf-8-sig": "UTF-8", "utf-16": "UTF-16", "cp1252": "Windows-1252"}
+FILE_ERRORS = (
+    OSError,
+    EOFError,
+    ValueError,
+    zlib.error,
+    zipfile.BadZipFile,
+)  # ValueError: Unicode, Arrow
 
 
 def read_table(path: str | os.PathLike[str]) -> DataFrame:
@@ -147,87 +42,182 @@ def read_table(path: str | os.PathLike[str]) -> DataFrame:
     - `.parquet`: typed columns, without pandas's unnamed index.
     - `.npz`: arrays `(N,)` are columns; an array `a` of shape `(N, D)` is the columns `a0`, `a1`, …. No unpickling.
     """
-    frame = pandas().concat(list(iterate_table(path)), ignore_index=True)
-    file = Path(path).expanduser()
-    if _suffix(file) in _TEXT_SUFFIXES and (encoding := text_encoding(file)) != "UTF-8":
-        frame.attrs["notes"] = [f"{file.name} is read as {encoding} text."]
-    return frame
+    return pandas().concat(list(iterate_table(path)), ignore_index=True)
 
 
 def iterate_table(path: str | os.PathLike[str], *, rows: int = 65_536) -> Iterator[DataFrame]:
-    """Read the table of `read_table` in chunks of at most `rows` rows, with a continuing index.
-
-    Errors of the file are raised at once, errors of its rows on reaching them.
-    """
+    """Read the table of `read_table` in chunks of at most `rows` rows, with a continuing index."""
     check_count(rows, "rows")
     file = Path(path).expanduser()
-    return _number_rows(_find_reader(file)(file, rows), file)
+    *others, last = READERS
+    suffix = next((suffix for suffix in READERS if file.name.lower().endswith(suffix)), None)
+    if not file.exists():
+        similar = suggestion(file.name, os.listdir(file.parent)) if file.parent.is_dir() else ""
+        raise DataError(f"There is no file {file}{similar}; check the path.")
+    if suffix is None or not file.is_file():
+        what = "is not a file" if suffix else "has an unknown suffix"
+        raise DataError(f"{file} {what}; give a file whose name ends in {', '.join(others)} or {last}.")
+    return _number_rows(READERS[suffix](file, rows), file)
 
 
-def _number_rows(chunks: Iterator[Any], file: Path) -> Iterator[DataFrame]:
-    pd = pandas()
+def _number_rows(chunks: Iterator[DataFrame], file: Path) -> Iterator[DataFrame]:
     start = 0
-    for columns in chunks:
-        try:
-            frame = pd.DataFrame(columns)
-        except (ValueError, TypeError, OverflowError) as error:  # such as dates in a unit that pandas lacks
-            reason = error_reason(error)
-            raise DataError(
-                f"{file} has values that do not fit a table ({reason}); save them as numbers or text."
-            ) from None
-        frame.index = pd.RangeIndex(start, start + len(frame))
-        start += len(frame)
-        yield frame
-    if start == 0:
-        raise DataError(f"{file} has column names but no rows; give a file that has some.")
-
-
-def _find_reader(file: Path) -> Reader:
-    """Check that a file can be opened and matches its suffix; return its reader."""
-    *others, last = _READERS
-    suffixes = f"{', '.join(others)} or {last}"
-    suffix = _suffix(file)
     try:
-        mode = os.stat(file).st_mode
-        if stat.S_ISDIR(mode):
-            raise DataError(f"{file} is a folder; give one file that ends in {suffixes}.")
-        if suffix is None:
-            raise DataError(f"{file} has an unknown suffix; give a file whose name ends in {suffixes}.")
-        if not stat.S_ISREG(mode):  # a pipe could block forever
-            raise DataError(f"{file} is not a regular file; save its content in a regular file.")
-        with open(file, "rb") as stream:
-            _check_content(file, suffix, stream.read(4096))
+        for frame in chunks:
+            frame.index = pandas().RangeIndex(start, start + len(frame))
+            start += len(frame)
+            yield frame
     except DataError:
         raise
+    except FILE_ERRORS as error:
+        raise DataError(f"{file} cannot be read ({error_reason(error)}); copy or save it again.") from None
+    if start == 0:
+        raise DataError(f"{file} has no rows; give a file that has some.")
+
+
+def _check_names(names: list[str], path: Path) -> None:
+    if not any(names):
+        raise DataError(f"{path} has no columns; give a file with column names and rows.")
+    if (duplicate := first_duplicate(names)) is not None:
+        raise DataError(f"{path} has two columns named {quote(duplicate)}; rename one of them.")
+
+
+# -- CSV ---------------------------------------------------------------------------------------------------------------
+
+
+def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
+    """Iterate over the rows of a CSV file, at most `rows` at a time."""
+    encoding = _text_encoding(path)
+    delimiter = _find_delimiter(path, encoding)
+    with _open_text(path, encoding) as file:
+        reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
+        try:
+            names, first = _read_header(reader, path)
+            lines, count = chain(first, reader), 0
+            while chunk := list(islice(lines, rows)):
+                chunk = [row for row in chunk if any(row) or len(row) == len(names)]  # blank lines
+                for place, row in enumerate(chunk, count + 1):
+                    if len(row) != len(names):
+                        raise DataError(
+                            f"{path} has {len(row)} values in row {place}, but {len(names)} column names; correct that "
+                            f"row (a value with a {DELIMITERS[delimiter]} in it needs quotation marks)."
+                        )
+                count += len(chunk)
+                frame = pandas().DataFrame(chunk, columns=names, dtype="str")
+                if encoding != "utf-8-sig":
+                    frame.attrs["notes"] = [f"{path.name} is read as {ENCODINGS[encoding]} text."]
+                if chunk:
+                    yield frame
+        except csv.Error as error:
+            raise DataError(
+                f"{path} has a wrong quotation mark near line {reader.line_num} ({error}); close it, remove it, or "
+                "write it twice inside a quoted value."
+            ) from None
+
+
+def _open_text(path: Path, encoding: str) -> IO[str]:
+    open_file: Callable[..., IO[str]] = gzip.open if path.name.lower().endswith(".gz") else open
+    return open_file(path, "rt", encoding=encoding, newline="")
+
+
+def _text_encoding(path: Path) -> str:
+    """Encoding of a text file: UTF-16 by its byte order mark, UTF-8 if valid, else Windows-1252."""
+    with _open_text(path, "latin-1") as file:
+        start = file.read(4096)
+    if start.startswith(("\xff\xfe", "\xfe\xff")):
+        return "utf-16"
+    if "\0" in start:
+        raise DataError(f"{path} is not a text file; save the table as CSV, Parquet or NPZ.")
+    try:
+        with _open_text(path, "utf-8-sig") as file:
+            while file.read(1 << 16):
+                pass
+    except UnicodeDecodeError:
+        return "cp1252"
+    return "utf-8-sig"
+
+
+def _find_delimiter(path: Path, encoding: str) -> str:
+    """Delimiter that gives the first rows the most columns, equally many each."""
+
+    def fit(delimiter: str) -> tuple[bool, int]:
+        with _open_text(path, encoding) as file:
+            reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
+            width, *others = [len(row) for row in islice(filter(any, reader), SAMPLE_ROWS)] or [0]
+        return width > 1 and (set(others) <= {width} or set(others) == {width + 1}), width
+
+    return "\t" if ".tsv" in path.name.lower() else max(DELIMITERS, key=fit)
+
+
+def _read_header(reader: Iterator[list[str]], path: Path) -> tuple[list[str], list[list[str]]]:
+    """Column names, also for columns without one, and the first row of data (none if there is none)."""
+    lines = filter(any, reader)
+    names = [name.strip() for name in next(lines, [])]
+    if names and _is_data(names):
+        raise DataError(
+            f"{path} seems to have no column names, since its first row is {quote(', '.join(names))}; put a row of "
+            "names above it."
+        )
+    _check_names([name for name in names if name], path)
+    first = list(islice(lines, 1))
+    if first and len(first[0]) == len(names) + 1:  # as R writes row names
+        names = ["", *names]
+    return [name or ("row names" if i == 0 else f"column {i + 1}") for i, name in enumerate(names)], first
+
+
+def _is_data(names: list[str]) -> bool:
+    """Whether a first row is data: only numbers, unless they are distinct whole numbers, which may be names."""
+    try:
+        [float(name) for name in names]
+    except ValueError:
+        return False
+    return not all(name.isdecimal() for name in names) or len(set(names)) < len(names)
+
+
+# -- Parquet and NPZ ---------------------------------------------------------------------------------------------------
+
+
+def parquet_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
+    """Iterate over the rows of a Parquet file, at most `rows` at a time; Arrow's types make all chunks alike."""
+    with arrow("pyarrow.parquet").ParquetFile(path) as file:
+        names = [name for name in file.schema_arrow.names if not name.startswith("__index_level_")]  # of pandas
+        _check_names(names, path)
+        for batch in file.iter_batches(batch_size=rows, columns=names):
+            yield batch.to_pandas(types_mapper=pandas().ArrowDtype)
+
+
+def npz_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
+    """Iterate over the columns of an NPZ file, at most `rows` rows at a time."""
+    columns: list[tuple[str, NDArray[Any]]] = []
+    for name, array in read_arrays(path).items():
+        if array.ndim not in (1, 2):
+            raise DataError(
+                f"{path} has an array {quote(name)} of shape {array.shape}, but a table is made of arrays of one or "
+                "two axes; save it as (N,) or (N, D), or leave it out."
+            )
+        stem = "x" if name == "X" else name
+        columns += [(name, array)] if array.ndim == 1 else [(f"{stem}{i}", column) for i, column in enumerate(array.T)]
+    _check_names([name for name, _ in columns], path)
+    frame = pandas().DataFrame(dict(columns))
+    yield from (frame[start : start + rows] for start in range(0, len(frame), rows))
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Read all arrays of an NPZ file; Python objects are never unpickled."""
+    try:
+        with open(path, "rb") as file, NpzFile(file, allow_pickle=False) as arrays:
+            return dict(arrays)
     except FileNotFoundError:
-        similar = suggestion(file.name, os.listdir(file.parent)) if file.parent.is_dir() else ""
-        raise DataError(f"There is no file {file}{similar}; check the path.") from None
-    except (OSError, ValueError) as error:  # ValueError: null character in the name
-        reason = error_reason(error)
-        raise DataError(f"{quote(file, 300)} cannot be read ({reason}); check its name and its permissions.") from None
-    return _READERS[suffix]
+        raise DataError(f"There is no file {path}; check the path.") from None
+    except FILE_ERRORS as error:
+        raise DataError(
+            f"{path} is not a readable NPZ file ({error_reason(error)}); write numbers or texts with numpy.savez(file, "
+            "x=x, y=y)."
+        ) from None
 
 
-def _suffix(file: Path) -> str | None:
-    return next((known for known in _READERS if file.name.lower().endswith(known)), None)
-
-
-def _check_content(file: Path, suffix: str, head: bytes) -> None:
-    if not head:
-        raise DataError(f"{file} is empty; give a file that holds a table.")
-    expected = {".parquet": "Parquet", ".npz": "ZIP"}.get(suffix, "gzip" if suffix.endswith(".gz") else "text")
-    found, remedy = next(((kind, do) for magic, kind, do in _CONTENTS if head.startswith(magic)), ("text", ""))
-    if found == "ZIP" and b"[Content_Types].xml" in head:
-        found, remedy = "Excel", "save it as CSV"
-    if found == "text":
-        start = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-        if start.startswith((b"<!doctype", b"<html", b"<?xml")):
-            found, remedy = "web page", "download the table itself"
-        elif start.startswith(b"version https://git-lfs"):
-            found, remedy = "Git LFS pointer", "fetch the table itself with git lfs pull"
-        elif b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16
-            found, remedy = "binary", "save the table as CSV"
-        elif expected != "text":
-            remedy = "rename it to end in .csv if it is a CSV file, or copy it again if it is damaged"
-    if found != expected:
-        raise DataError(f"{file} is not a {expected} file despite its suffix (it is {found}); {remedy}.")
+READERS: dict[str, Callable[[Path, int], Iterator[Any]]] = {
+    **dict.fromkeys((".csv", ".tsv", ".csv.gz", ".tsv.gz"), csv_chunks),
+    ".parquet": parquet_chunks,
+    ".npz": npz_chunks,
+}

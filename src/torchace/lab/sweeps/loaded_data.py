@@ -17,7 +17,7 @@ from torchace.lab.data import Batches, CropFlip, Dataset, chunks, load
 from torchace.lab.data.batches import BatchTransform
 from torchace.lab.data.map_datasets import StreamedBatches, StreamedSplit
 from torchace.lab.data.own_data import DataOptions, make_dataset, read_data_file
-from torchace.lab.data.splits import Inputs, input_tensors, map_inputs, random_split
+from torchace.lab.data.splits import Inputs, input_tensors, map_inputs, random_split, random_subset
 from torchace.lab.schema.experiment import Arm, DataSection
 from torchace.lab.schema.reading import GIVEN
 from torchace.lab.schema.results import DataSummary
@@ -54,7 +54,12 @@ class LoadedData:
                     f"data.limit: expected at most {available}, the training samples of {dataset.name}, "
                     f"but got {section.limit}."
                 )
-            dataset = replace(dataset, train=dataset.train.take(slice(section.limit)))
+            # files may be sorted; image sets are shuffled, and results with their first images are published
+            if _is_builtin(section):
+                train = dataset.train.take(slice(section.limit))
+            else:
+                train = random_subset(dataset.train, section.limit, seed=0)
+            dataset = replace(dataset, train=train)
             available = section.limit
         if section.validation:
             if validation is not None:
@@ -131,9 +136,8 @@ class LoadedData:
 
     def check_batch_size(self, arm: Arm) -> None:
         """Refuse batches larger than a built-in training set; a user's own data become one batch instead."""
-        available, section = len(self.dataset.train), self.section
-        is_builtin = section.name != GIVEN and section.file is None and section.factory is None
-        if is_builtin and arm.train.batch_size > available:
+        available = len(self.dataset.train)
+        if _is_builtin(self.section) and arm.train.batch_size > available:
             raise ConfigError(
                 f"train.batch_size: expected at most {available}, the training samples, but got {arm.train.batch_size}."
             )
@@ -182,6 +186,10 @@ class _EvaluationSplit:
 
     def chunks(self, size: int) -> Iterable[tuple[Inputs, Tensor]]:
         return self.data.chunks(self.arm, self.split, size)
+
+
+def _is_builtin(section: DataSection) -> bool:
+    return section.name != GIVEN and section.file is None and section.factory is None
 
 
 def _load_dataset(section: DataSection, device: str, components: Components) -> Dataset:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchace.lab.data import DataError, Split
 from torchace.lab.data.encoding import Encoding, learn_encoding, mean_and_std
-from torchace.lab.data.errors import MissingTargetError, quote_all
+from torchace.lab.data.errors import quote_all
 from torchace.lab.data.inference import infer_schema, missing_targets
 from torchace.lab.data.parsing import CellError, texts
 from torchace.lab.data.splits import train_val_test_split
@@ -148,10 +148,7 @@ def load_table(path: Path, settings: TableSettings) -> Table:
         column = frame[settings.split_column]
         if settings.split_column not in drop:
             drop.append(settings.split_column)
-    try:
-        schema = infer_schema(frame, settings.target, settings.task, drop, kinds=dict(settings.kinds))
-    except MissingTargetError as error:
-        raise MissingTargetError(error.problem, "or skip them with --skip-missing-target") from None
+    schema = infer_schema(frame, settings.target, settings.task, drop, kinds=dict(settings.kinds))
     if skipped:
         note = f"{skipped} of {len(frame) + skipped} rows have no target and are skipped."
         schema = replace(schema, notes=(note, *schema.notes))
