@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.autograd import forward_ad
 from torchace import _checks
 from torchace.kernels import closed_form, composite
 from torchace.kernels.closed_form import LossResult
-from torchace.kernels.options import LossOptions, compute_dtype, fold_mean, runs_kernels
+from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
 
 __all__ = [
     "LossOptions",
@@ -24,8 +26,9 @@ __all__ = [
     "value_and_gradient",
 ]
 
-MAX_MEMBERS = 1024  # of the Triton kernels
-STEP_ON_GPU = "triton"  # backend of training steps on a GPU: "triton" or "closed_form"
+# Of the Triton kernels.
+TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+OLDEST, MAX_MEMBERS = (8, 0), 1024  # least compute capability
 
 
 def total_loss(logits: Tensor, options: LossOptions, constants: Sequence[Tensor] = ()) -> Tensor:
@@ -56,7 +59,7 @@ def member_terms(logits: Tensor, options: LossOptions) -> LossResult:
 
     The options must be a sum over samples, with class indices in range.
     """
-    if STEP_ON_GPU == "triton" and fits_gpu(logits, options):
+    if fits_gpu(logits, options):
         from torchace.kernels import ace_gpu
 
         if ace_gpu.fits_member_terms(logits):
@@ -87,22 +90,32 @@ def fits_cpu(logits: Tensor, options: LossOptions) -> bool:
 
 
 def fits_gpu(logits: Tensor, options: LossOptions) -> bool:
-    """Whether the Triton kernels apply: a plain CUDA tensor without transforms, compiled or not."""
+    """Whether the Triton kernels apply: a plain CUDA tensor without transforms, compiled or not, and class indices."""
     return (
-        logits.device.type == "cuda"
+        runs_kernels(logits.device)
         and options.target.device == logits.device
         and options.detach_others
+        and options.mixture is None
+        and not options.has_probabilities
         and not isinstance(options.label_smoothing, Tensor)
         and logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and logits.numel() > 0
         and logits.shape[-3] <= MAX_MEMBERS
-        and not options.target.requires_grad
         and (type(logits) is Tensor or type(logits) is torch.nn.Parameter)
         # seen by torch.compile too, which would lose an operator's own gradient under a transform
         and not torch._C._are_functorch_transforms_active()
         and (torch.compiler.is_compiling() or forward_ad.unpack_dual(logits).tangent is None)
-        and runs_kernels(logits.device)
     )
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton is installed and supports this NVIDIA GPU, which `torch.compile` cannot query."""
+    return device.type == "cuda" and TRITON and (torch.compiler.is_compiling() or _is_new(device))
+
+
+@cache
+def _is_new(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= OLDEST
 
 
 def readable_diversity(diversity: Tensor, device: torch.device) -> float | Tensor:
@@ -124,7 +137,8 @@ class AmendedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, options: LossOptions, backend: Any, constants: Sequence[Tensor]) -> Tensor:
         ctx.options, ctx.backend = options, backend
-        early = ctx.needs_input_grad[0] and backend.is_gradient_kept(logits)
+        # not in float16, in which the gradient underflows before a loss scale is applied
+        early = ctx.needs_input_grad[0] and logits.dtype != torch.float16
         value, ctx.gradient = backend.value_and_gradient(logits, options, want_gradient=early)
         # The constants: autograd then refuses a backward after an in-place change of them, as it does for torch's
         # losses. λ may change: a schedule does that, and the old value is in the gradient already.
