@@ -16,7 +16,7 @@ ON_GPU = torch.cuda.is_available()
 pytest.importorskip("triton", reason="no Triton")
 
 from tests.reference import losses as reference  # noqa: E402
-from tests.reference.loss_inputs import Case, ace_cases, check_changed_options  # noqa: E402
+from tests.reference.loss_inputs import Case, ace_cases  # noqa: E402
 from torchace import kernels  # noqa: E402
 from torchace.functional import amended_cross_entropy  # noqa: E402
 from torchace.kernels import LossOptions, ace_gpu, closed_form  # noqa: E402
@@ -197,7 +197,6 @@ def test_in_place_changes_before_the_backward() -> None:
     with torch.inference_mode():
         fixed = torch.tensor(0.7, dtype=DTYPE, device=DEVICE)
     amended_cross_entropy(logits, case.target.to(DEVICE), fixed).backward()
-    check_changed_options(torch.randn(3, 4, 5, dtype=DTYPE, device=DEVICE), "mean")
 
 
 @pytest.mark.parametrize("way", WAYS)
