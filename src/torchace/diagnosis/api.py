@@ -102,7 +102,7 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
     if not file.is_file():
         raise ValueError(f"There is no file {file}; check the path.")
     try:
-        arrays = load_file(file) if file.suffix == ".safetensors" else _read_npz(file)
+        arrays: dict[str, Any] = dict(load_file(file)) if file.suffix == ".safetensors" else _read_npz(file)
     except Exception as error:
         reason = f"not a {file.suffix} file of plain arrays that can be read ({error_reason(error)}); write it again"
         raise ValueError(f"{file} is {reason}.") from error

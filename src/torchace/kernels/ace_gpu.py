@@ -212,7 +212,7 @@ def _count(logits: Tensor, options: LossOptions, *, in_blocks: bool) -> tuple[Te
     if samples <= COUNTED and not in_blocks:
         return logits, 2, _next_power(samples)
     target = target.long()  # before the comparison: -100 wraps around to 156 in uint8
-    counted = target != options.ignore_index
+    counted = target.ne(NO_IGNORE_INDEX if options.ignore_index is None else options.ignore_index)
     if weight is None:
         return counted.sum(dtype=_accumulator(logits)), 1, 1
     return (weight[target.clamp(0, len(weight) - 1)] * counted).sum(), 1, 1

@@ -25,9 +25,9 @@ def total_loss(logits: Tensor, options: LossOptions) -> Tensor:
 def _to_arguments(options: LossOptions) -> tuple[Any, ...]:
     lam, scale = options.diversity, options.scale
     tensor, number = (lam, 0.0) if isinstance(lam, Tensor) else (None, lam)
-    scale = scale if isinstance(scale, Tensor) else None
+    factor = scale if isinstance(scale, Tensor) else None
     rest = (options.label_smoothing, options.ignore_index, options.reduction)
-    return options.target, tensor, number, options.alpha, options.weight, scale, *rest
+    return options.target, tensor, number, options.alpha, options.weight, factor, *rest
 
 
 def _to_options(arguments: tuple[Any, ...]) -> LossOptions:

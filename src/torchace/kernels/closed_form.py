@@ -184,6 +184,7 @@ def _shared_terms(
     scale, smoothing, num_classes = options.scale, options.smoothing(4), q.shape[axis]
     if isinstance(scale, Tensor):
         scale = (scale.unsqueeze(1) if scale.ndim == 2 else scale).unsqueeze(axis)
+    s: float | Tensor
     if options.has_probabilities:
         wp = _with_member_axis(options.weighted_target(num_classes, q.dtype), axis)
         s = wp.sum(axis, keepdim=True) * scale
