@@ -92,14 +92,9 @@ def add_tooltips(artist: Any, texts: Sequence[str]) -> None:
 
 def render(spec: FigureSpec, theme: Theme) -> bytes:
     """Draw a figure and return it as a PNG file."""
+    buffer = io.BytesIO()
     with _draw(spec, theme) as figure:
-        from PIL import Image
-
-        figure.canvas.draw()
-        pixels = np.asarray(figure.canvas.buffer_rgba())  # type: ignore[attr-defined]
-        image = Image.fromarray(pixels).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-        buffer = io.BytesIO()
-        image.save(buffer, "png", dpi=(DPI, DPI))
+        figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 

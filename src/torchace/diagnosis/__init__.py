@@ -20,20 +20,11 @@ __all__ = [
     "plot_reliability",
 ]
 
-# by module: reports use the advice without torch
-_LAZY = {
-    "Diagnosis": "diagnosis",
-    "DiversityAdvice": "advice",
-    "Finding": "diagnosis",
-    "advise_diversity": "advice",
-    "diagnose": "api",
-    "diagnose_file": "api",
-    "plot_members": "plots",
-    "plot_reliability": "plots",
-}
+_MODULES = ("advice", "api", "diagnosis", "plots")  # lazy: reports use the advice without torch
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'torchace.diagnosis' has no attribute {name!r}")
-    return getattr(import_module(f"torchace.diagnosis.{_LAZY[name]}"), name)
+    if name in __all__:
+        modules = (import_module(f"torchace.diagnosis.{module}") for module in _MODULES)
+        return next(vars(module)[name] for module in modules if name in vars(module))
+    raise AttributeError(f"module 'torchace.diagnosis' has no attribute {name!r}")

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from torchace import _checks
-from torchace._files import error_reason, read_npz
+from torchace._files import error_reason
 from torchace.diagnosis.diagnosis import Diagnosis
 from torchace.diagnosis.findings import derive_findings
 from torchace.diagnosis.measures import Measures
 
-ARRAYS = ("logits", "target", "train_logits", "train_target", "member_weights")
+ARRAYS = ("logits", "target", "train_logits", "train_target", "member_weights", "class_names")
 
 
 def diagnose(
@@ -97,54 +97,37 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
         1.0
     """
     file = Path(path)
+    if file.suffix not in (".npz", ".safetensors"):
+        raise ValueError(f"Expected a .npz or .safetensors file, but got {file}.")
     if not file.is_file():
         raise ValueError(f"There is no file {file}; check the path.")
-    if file.suffix == ".npz":
-        tensors, class_names = _read_npz(file)
-    elif file.suffix == ".safetensors":
-        class_names = None
-        try:
-            tensors = dict(load_file(file))
-        except Exception as error:
-            raise ValueError(f"{file} is not a safetensors file that can be read; write it again.") from error
-    else:
-        raise ValueError(f"Expected a .npz or .safetensors file, but got {file}.")
-    for name in ("logits", "target"):
-        if name not in tensors:
-            raise ValueError(f"Expected arrays `logits` (K, N, C) and `target` (N,) in {file}, but it has no `{name}`.")
-    for name in ("target", "train_target"):
-        if name in tensors and tensors[name].dtype.is_floating_point and tensors[name].ndim == 1:
-            raise ValueError(f"Expected class indices of an integer type under `{name}` in {file}.")
     try:
-        return diagnose(**{name: tensors[name] for name in ARRAYS if name in tensors}, class_names=class_names)
+        arrays: dict[str, Any] = dict(load_file(file)) if file.suffix == ".safetensors" else _read_npz(file)
+    except Exception as error:
+        reason = f"not a {file.suffix} file of plain arrays that can be read ({error_reason(error)}); write it again"
+        raise ValueError(f"{file} is {reason}.") from error
+    for name in ("logits", "target"):
+        if name not in arrays:
+            raise ValueError(f"Expected arrays `logits` (K, N, C) and `target` (N,) in {file}, but it has no `{name}`.")
+    try:
+        return diagnose(**{name: arrays[name] for name in ARRAYS if name in arrays})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _read_npz(file: Path) -> tuple[dict[str, Any], list[str] | None]:
-    """Return the known arrays of an NPZ file as tensors, and its class names."""
-    try:
-        arrays = read_npz(file, (*ARRAYS, "class_names"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{file} is not a .npz file of plain arrays that can be read ({error_reason(error)}); write it again."
-        ) from error
-    names = arrays.pop("class_names", None)
-    tensors = {}
-    for name, array in arrays.items():
-        if array.dtype.kind not in "fiu":
-            raise ValueError(f"Expected numbers under `{name}` in {file}, but got {array.dtype}.")
-        # copied to native byte order and to types that torch has
-        dtype = np.float64 if array.dtype.kind == "f" else np.int64
-        tensors[name] = torch.from_numpy(np.array(array, dtype=dtype, order="C"))
-    if names is None:
-        return tensors, None
-    try:
-        if names.dtype.kind not in "US":
-            raise ValueError(names.dtype)
-        return tensors, [str(name) for name in names.astype(str).reshape(-1)]
-    except ValueError as error:  # also bytes that are not ASCII
-        raise ValueError(f"Expected an array of strings under `class_names` in {file}, but got {error}.") from error
+def _read_npz(file: Path) -> dict[str, Any]:
+    """Return the known arrays as tensors, and the class names as a list."""
+    arrays: dict[str, Any] = {}
+    with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
+        for name in set(ARRAYS) & set(archive):
+            array = archive[name]
+            if name == "class_names":
+                arrays[name] = array.tolist()
+                continue
+            # copied to native byte order and to types that torch has
+            dtype = {"f": np.float64, "i": np.int64, "u": np.int64}.get(array.dtype.kind, array.dtype)
+            arrays[name] = torch.from_numpy(np.array(array, dtype=dtype, order="C"))
+    return arrays
 
 
 def _summarize(m: Measures, train: Measures | None) -> dict[str, Any]:

@@ -58,11 +58,10 @@ class Diagnosis:
 
     def __getitem__(self, name: str) -> Finding:
         """Return the finding with this name."""
-        for finding in self.findings:
-            if finding.name == name:
-                return finding
-        known = ", ".join(finding.name for finding in self.findings)
-        raise KeyError(f"Expected the name of a finding, but got {name!r}. There are {known}.")
+        found = {finding.name: finding for finding in self.findings}
+        if name not in found:
+            raise KeyError(f"Expected the name of a finding, but got {name!r}. There are {', '.join(found)}.")
+        return found[name]
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
@@ -100,8 +99,6 @@ class Diagnosis:
     def to_json(self) -> str:
         """Return findings and numbers as JSON."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
-
-    as_json = to_json  # deprecated name
 
     def figures(self, dark: bool = False) -> dict[str, bytes]:
         """Return the figures as PNG files by name, in light or dark colors; needs matplotlib."""

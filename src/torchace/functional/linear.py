@@ -1,7 +1,4 @@
-"""Amended Cross Entropy of linear heads, in chunks of the logits `(K, N, C)`.
-
-A chunk holds some rows; on a CUDA GPU, some classes of all rows where the options allow it (`kernels.linear_gpu`).
-"""
+"""Amended Cross Entropy of linear heads, in chunks of rows of the logits `(K, N, C)`."""
 
 from __future__ import annotations
 
@@ -13,14 +10,11 @@ from torch import Tensor
 
 from torchace import _checks
 from torchace.functional._options import resolve_options
-from torchace.kernels import MAX_MEMBERS, total_loss, value_and_gradient
-from torchace.kernels.options import LossOptions, compute_dtype, fold_mean, runs_kernels
-
-Gradients = list[Tensor | None]  # in features, weights and bias
+from torchace.kernels import total_loss, value_and_gradient
+from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
 
 # Logits of a chunk: 64 MiB in float32 on a CPU; on a GPU so many that matrix products run at full rate.
-CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}
-LARGEST_LOSS_SCALE = 1 << 14
+CPU_CHUNK, GPU_CHUNK = 1 << 24, 1 << 28
 
 
 def linear_amended_cross_entropy(
@@ -56,8 +50,7 @@ def linear_amended_cross_entropy(
         ignore_index: Target class to ignore.
         label_smoothing: Amount of label smoothing, in [0, 1].
         reduction: `"mean"` or `"sum"` over samples, then summed over members.
-        chunk_rows: Rows of a chunk. By default chunks have 64 MiB (1 GiB on a GPU); class indices on a CUDA GPU use
-            chunks of classes, of 768 MiB.
+        chunk_rows: Rows of a chunk; by default a chunk has 64 MiB, 1 GiB on a GPU.
 
     Returns:
         A scalar; in float32 for half precision.
@@ -71,9 +64,10 @@ def linear_amended_cross_entropy(
     """
     _check_shapes(features, head_weight, head_bias)
     _checks.check_choice(reduction, "reduction", ("mean", "sum"))
-    if chunk_rows is not None:
-        _checks.check_count(chunk_rows, "chunk_rows")
     (num_members, num_classes, _), num_samples = head_weight.shape, features.shape[-2]
+    if chunk_rows is None:
+        chunk_rows = max(1, (GPU_CHUNK if features.is_cuda else CPU_CHUNK) // (num_members * num_classes))
+    _checks.check_count(chunk_rows, "chunk_rows")
     options = resolve_options(
         features.new_empty(()).expand(num_members, num_samples, num_classes),  # logits that take no memory
         target,
@@ -93,25 +87,19 @@ def linear_amended_cross_entropy(
             "logits, which has a gradient in it."
         )
     options, empty = fold_mean(options, compute_dtype(features))
-    loss_scale = _loss_scale(features) if reduction == "mean" else 1.0
-    options = options.replace(scale=options.scale * loss_scale)
-    rows: int | None = None
-    if chunk_rows is not None or not _fits_gpu(features, head_weight, head_bias, target):
-        rows = chunk_rows or max(1, CHUNK.get(features.device.type, CHUNK["cpu"]) // (num_members * num_classes))
     total = _LinearLoss.apply(  # type: ignore[no-untyped-call]
-        features, head_weight, head_bias, options, loss_scale, rows, torch.is_grad_enabled()
+        features, head_weight, head_bias, options, chunk_rows, torch.is_grad_enabled()
     )
     return total if empty is None else total + empty
 
 
 def _logits(features: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> Tensor:
-    """Return the logits, `(K, N, C)`."""
-    logits = torch.matmul(features, head_weight.transpose(1, 2))
+    logits = torch.matmul(features, head_weight.transpose(1, 2))  # (K, N, C)
     return logits if head_bias is None else logits + head_bias.unsqueeze(1).to(logits.dtype)
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Compute value and gradients in the forward; the backward scales the gradients in place."""
+    """Compute value and gradients in the forward, chunk by chunk; the backward scales the gradients in place."""
 
     @staticmethod
     def forward(
@@ -120,23 +108,31 @@ class _LinearLoss(torch.autograd.Function):
         head_weight: Tensor,
         head_bias: Tensor | None,
         options: LossOptions,
-        loss_scale: float,
-        rows: int | None,
+        rows: int,
         with_grad: bool,
     ) -> Tensor:
-        wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
-        ctx.dtypes = [None if source is None else source.dtype for source in (features, head_weight, head_bias)]
-        ctx.by_classes = rows is None
-        if rows is None:
-            from torchace.kernels import linear_gpu
-
-            features = features.to(_product_dtype(features))
-            total, ctx.grads = linear_gpu.value_and_gradients(
-                features, head_weight, head_bias, options, wanted, loss_scale=loss_scale
-            )
-        else:
-            total, ctx.grads = _by_rows(features, head_weight, head_bias, options, wanted, loss_scale, rows)
-        return total / loss_scale
+        sources = (features, head_weight, head_bias)
+        ctx.dtypes = [None if source is None else source.dtype for source in sources]
+        # in float32 for half precision, in which sums may overflow
+        ctx.grads = [
+            torch.zeros_like(source, dtype=compute_dtype(source))
+            if source is not None and with_grad and needed
+            else None
+            for source, needed in zip(sources, ctx.needs_input_grad[:3], strict=True)
+        ]
+        want_gradient = any(grad is not None for grad in ctx.grads)
+        total = torch.zeros((), dtype=compute_dtype(features), device=features.device)
+        for start in range(0, features.shape[-2], rows):
+            chunk = slice(start, start + rows)
+            part = features[..., chunk, :]
+            logits = _logits(part, head_weight, head_bias)
+            if logits.dtype == torch.float16:  # the gradient of a mean underflows in float16
+                logits = logits.float()
+            value, gradient = value_and_gradient(logits, options.samples(chunk), want_gradient=want_gradient)
+            total += value
+            if gradient is not None:
+                _add_gradients(ctx.grads, chunk, part, head_weight, gradient)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -150,113 +146,42 @@ class _LinearLoss(torch.autograd.Function):
                 "Expected one backward through linear_amended_cross_entropy, but got a second. Call it again."
             )
         grads, ctx.grads = ctx.grads, None  # handed over: they are as large as the weights
-        scaled: Gradients = []
-        for grad, dtype in zip(grads, ctx.dtypes, strict=True):
-            if grad is not None and ctx.by_classes:
-                from torchace.kernels import ace_gpu
-
-                grad = ace_gpu.scale_gradient(grad, outputs[0])
-            elif grad is not None:  # not rounded to half precision first: a loss scale of 65,536 is infinite there
-                grad = grad.mul_(outputs[0])
-            scaled.append(None if grad is None else grad.to(dtype))
-        return *scaled, None, None, None, None
+        # scaled before they are rounded: a loss scale of 65,536 is infinite in float16
+        scaled = [
+            None if grad is None else grad.mul_(outputs[0]).to(dtype)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None, None
 
 
-def _by_rows(
-    features: Tensor,
-    head_weight: Tensor,
-    head_bias: Tensor | None,
-    options: LossOptions,
-    wanted: Sequence[bool],
-    loss_scale: float,
-    rows: int,
-) -> tuple[Tensor, Gradients]:
-    """Compute some rows at a time; gradients in float32 for half precision, in which sums may overflow."""
-    total = torch.zeros((), dtype=compute_dtype(features), device=features.device)
-    grads = [
-        torch.zeros_like(source, dtype=compute_dtype(source)) if want and source is not None else None
-        for source, want in zip((features, head_weight, head_bias), wanted, strict=True)
-    ]
-    for start in range(0, features.shape[-2], rows):
-        chunk = slice(start, start + rows)
-        part = features[..., chunk, :]
-        logits = _logits(part, head_weight, head_bias)  # (K, n, C)
-        value, gradient = value_and_gradient(logits, options.samples(chunk), want_gradient=any(wanted))
-        total += value
-        if gradient is not None:
-            _add_gradients(grads, chunk, part, head_weight, gradient)
-    if loss_scale != 1:
-        grads = [None if grad is None else grad.div_(loss_scale) for grad in grads]
-    return total, grads
-
-
-def _add_gradients(grads: Gradients, rows: slice, features: Tensor, head_weight: Tensor, logits_grad: Tensor) -> None:
+def _add_gradients(
+    grads: list[Tensor | None], rows: slice, features: Tensor, head_weight: Tensor, logits_grad: Tensor
+) -> None:
     """Add the contribution of some rows, from the gradient in their logits, `(K, n, C)`."""
-    # a sum over many rows may be infinite in float16, though their mean is not
-    dtype = torch.float32 if logits_grad.dtype == torch.float16 else logits_grad.dtype
+    dtype = logits_grad.dtype
     for k, own in enumerate(logits_grad):  # member by member: (n, C) x (C, D)
         if grads[0] is not None:
             grad = grads[0] if features.ndim == 2 else grads[0][k]
-            grad[rows] += (own @ head_weight[k].to(own.dtype)).to(grad.dtype)
+            grad[rows] += (own @ head_weight[k].to(dtype)).to(grad.dtype)
         if grads[1] is not None:
             inputs = features if features.ndim == 2 else features[k]
-            grads[1][k] += (own.to(dtype).mT @ inputs.to(dtype)).to(grads[1].dtype)
+            grads[1][k] += (own.mT @ inputs.to(dtype)).to(grads[1].dtype)
     if grads[2] is not None:
         grads[2] += logits_grad.sum(1, dtype=grads[2].dtype)
-
-
-def _loss_scale(features: Tensor) -> float:
-    """Return a factor against underflow in half precision, divided out after gradients are summed over rows."""
-    if _product_dtype(features) not in (torch.float16, torch.bfloat16):
-        return 1.0
-    return float(min(LARGEST_LOSS_SCALE, 1 << max(0, features.shape[-2] - 1).bit_length()))
-
-
-def _fits_gpu(features: Tensor, head_weight: Tensor, head_bias: Tensor | None, target: Tensor) -> bool:
-    """Whether all tensors are plain, on one GPU that Triton supports, with class indices and one product dtype."""
-    given = [features, head_weight, target] if head_bias is None else [features, head_weight, head_bias, target]
-    lowered = _product_dtype(features) != features.dtype
-    return (
-        features.is_cuda
-        and features.ndim == 2
-        and all(type(value) in (Tensor, torch.nn.Parameter) and value.device == features.device for value in given)
-        and not target.is_floating_point()
-        and head_weight.dtype == (torch.float32 if lowered else features.dtype)
-        and features.numel() > 0
-        and len(head_weight) <= MAX_MEMBERS
-        and runs_kernels(features.device)
-    )
-
-
-def _product_dtype(features: Tensor) -> torch.dtype:
-    """Dtype of products with the features."""
-    device = features.device.type
-    lowered = torch.is_autocast_enabled(device) and features.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if lowered else features.dtype
 
 
 def _check_shapes(features: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> None:
     shapes = ((features, "features", "(N, D) or (K, N, D)", (2, 3)), (head_weight, "head_weight", "(K, C, D)", (3,)))
     for value, name, axes, ndims in shapes:
         _checks.check_tensor(value, name)
+        _checks.check_floating(value, name)
         if value.ndim not in ndims:
             raise ValueError(f"Expected `{name}` of shape {axes}, but got {_checks.shape_of(value)}.")
-        _checks.check_floating(value, name)
-    num_members = "K" if features.ndim == 2 else len(features)
-    if (
-        head_weight.shape[2] != features.shape[-1]
-        or not head_weight.shape[0]
-        or not head_weight.shape[1]
-        or num_members not in ("K", len(head_weight))
-    ):
+    num_members, num_classes, size = head_weight.shape
+    if size != features.shape[-1] or features.shape[:-2] not in ((), (num_members,)) or not num_members * num_classes:
         raise ValueError(
-            f"Expected `head_weight` of shape ({num_members}, C, {features.shape[-1]}) for features "
-            f"{_checks.shape_of(features)}, but got {_checks.shape_of(head_weight)}."
-        )
-    if _product_dtype(features) != _product_dtype(head_weight):
-        raise TypeError(
-            f"Expected `features` and `head_weight` of one type, but got {features.dtype} and {head_weight.dtype}. "
-            "Convert one of them, or use torch.autocast."
+            f"Expected `head_weight` of shape (K, C, {features.shape[-1]}) for features {_checks.shape_of(features)}, "
+            f"but got {_checks.shape_of(head_weight)}."
         )
     if head_bias is not None:
-        _checks.check_shape(head_bias, "head_bias", _checks.shape_of(head_weight)[:2], "or None")
+        _checks.check_shape(head_bias, "head_bias", (num_members, num_classes), "or None")

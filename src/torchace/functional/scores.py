@@ -254,11 +254,6 @@ class BiasVarianceCovariance(NamedTuple):
     """Sum of the members' pairwise covariances over trainings, divided by K²."""
 
     @property
-    def bias_squared(self) -> Tensor:
-        """Alias of `bias`."""
-        return self.bias
-
-    @property
     def error(self) -> Tensor:
         """Mean squared error of the ensemble over trainings and samples."""
         return self.bias + self.variance + self.covariance
