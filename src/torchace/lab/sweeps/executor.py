@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -71,7 +69,6 @@ class Executor:
     """Train run groups one after another in this process."""
 
     is_first = True  # False for the other ranks, which only train
-    is_concurrent = False  # whether the times of groups overlap
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
@@ -93,39 +90,28 @@ class Executor:
         """Return the hardware that runs are trained on."""
         return hardware(self.device)
 
-    def train(
-        self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop
-    ) -> Iterator[tuple[GroupPlan | None, float]]:
-        """Train and store run groups; yield each finished group with its seconds, interrupted attempts included.
-
-        A concurrent executor yields the seconds since the previous group, or None for seconds without a group.
-        """
+    def train(self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop) -> Iterator[GroupPlan]:
+        """Train and store run groups; yield each finished group."""
         for group in groups:
             callback.on_group_start(group)
-            yield group, train_group(plan, group, callback, stop)
+            train_group(plan, group, callback, stop)
+            yield group
 
 
 @contextmanager
 def make_executor(
-    experiment: Experiment,
-    directory: Path,  # the run directory, for messages
-    device: str,
-    *,
-    ray: str | None,
-    parallel: str | None,
-    rank: int | None,
-    stop: Stop = lambda: False,
+    experiment: Experiment, device: str, *, ray: str | None, parallel: str | None, rank: int | None
 ) -> Iterator[Executor]:
     """Yield the executor of a sweep: this process, all ranks of torchrun (`rank` of them), or a Ray cluster.
 
-    `parallel` is what the ranks split, see `parse_layout`; `stop` ends the wait for a Ray worker.
+    `parallel` is what the ranks split, see `parse_layout`.
     """
     if ray is not None:
         if rank is not None:
             raise ValueError("Expected torchrun or --ray, but got both: Ray starts its own processes.")
         from torchace.lab.sweeps.ray import connect_ray
 
-        with connect_ray(ray, device, directory, stop) as executor:
+        with connect_ray(ray, device) as executor:
             yield executor
     elif rank is None:
         yield Executor(resolve_device(device))
@@ -133,8 +119,8 @@ def make_executor(
         yield RankExecutor(experiment, resolve_device(device), parallel)
 
 
-def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: Ranks = ALONE) -> float:
-    """Train a run group from its checkpoint, evaluate and store its runs; return the seconds of all attempts.
+def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: Ranks = ALONE) -> None:
+    """Train a run group from its checkpoint, evaluate and store its runs.
 
     `stop` is checked between steps; if True, a checkpoint is saved and `Interrupted` is raised.
     """
@@ -164,12 +150,11 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         on_epoch_end=partial(callback.on_group_epoch_end, group),
         stop=stop,
     )
-    start = time.monotonic()
     test = predict_logits(network, data.chunks(arm, data.dataset.test))
     validation = None if data.validation is None else predict_logits(network, data.chunks(arm, data.validation))
     trained = gather_network(network)
     if trained is None:  # only the first rank writes
-        return 0.0
+        return
     extra = named_metrics(plan.components[group.arm].metrics, config.task)
     keeps_weights = _keeps_weights(plan, arm, trained)
     for r, run in enumerate(group.runs):
@@ -206,7 +191,6 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         )
         plan.store.write_result(result, arrays, weights if keeps_weights else None)
     checkpoints.remove()
-    return fitted.seconds + time.monotonic() - start
 
 
 def _history(fitted: FitResult, run: int, task: str) -> tuple[dict[str, Any], ...]:
@@ -339,9 +323,7 @@ class RankExecutor(Executor):
         """Return the hardware of this rank and the number of processes."""
         return {**super().hardware(), "processes": self.ranks.size}
 
-    def train(
-        self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop
-    ) -> Iterator[tuple[GroupPlan | None, float]]:
+    def train(self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop) -> Iterator[GroupPlan]:
         """Train run groups; ranks other than the first receive them."""
         if not self.is_first:
             while (content := self.ranks.broadcast()) is not None:
@@ -351,7 +333,8 @@ class RankExecutor(Executor):
         for group in groups:
             self.ranks.broadcast(asdict(group))
             callback.on_group_start(group)
-            yield group, train_group(plan, group, callback, stop, self.ranks)
+            train_group(plan, group, callback, stop, self.ranks)
+            yield group
         self.ranks.broadcast(None)
 
 
