@@ -316,7 +316,7 @@ SETTINGS = {
     # unknown keys, at every level
     "dta.name='digits'": "there is no key 'dta'. Did you mean 'data'?",
     "data.nam='digits'": "there is no key 'data.nam'. Did you mean 'name'?",
-    "epochs=5": "Expected --set section.key=value. Did you mean --set train.epochs=5?",
+    "epochs=5": "there is no key 'epochs'. Known keys: name,",
     "train.lr=3": "there is no key 'train.lr'. Known keys: epochs,",
     "paper={table='1', rows=[{num_members=1, acuracy=1}]}": "'paper.rows.0.acuracy'. Did you mean 'accuracy'?",
     "arms=[{name='a', lable='x'}]": "there is no key 'arms.0.lable'. Did you mean 'label'?",
@@ -392,7 +392,6 @@ SETTINGS = {
     "": "Expected --set section.key=value, but got ''",
     "train.epochs": "Expected --set section.key=value, but got 'train.epochs'",
     "train.steps.more=5": "'steps' in 'train.steps.more=5' is not a section",
-    "train.steps=5\nx=3": "Expected one value in --set section.key=value",
     "sweep.diversities=[0, 0.5": "expected sweep.diversities to be a list, but got '[0, 0.5'",
 }
 
@@ -415,7 +414,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "zeros": (b"\0" * 100, "is not valid TOML"),
     "empty": (b"", "expected `epochs` or `steps`, but got neither"),
     "comment": (b"# nothing yet", "expected `epochs` or `steps`, but got neither"),
-    "deep": (b"a = " + b"[" * 100_000, "is not valid TOML"),
     "long number": (b"a = " + b"1" * 5000, "is not valid TOML"),
     "markup": (b"[train]\nepochs = '[bold]x[/bold]'", "but got '[bold]x[/bold]'"),
     "long value": (b"[train]\nepochs = '" + b"x" * 10_000 + b"'", "xxx..."),

@@ -197,7 +197,7 @@ def test_a_temporary_directory_lives_as_long_as_the_result() -> None:
     result = ace.sweep(CNN, TRAIN, TEST, **SMALL, keep_weights=False)
     directory = result.directory
     assert directory.exists()
-    with pytest.raises(RunStoreError, match="they were not kept, use keep_weights=True"):
+    with pytest.raises(RunStoreError, match="they were not kept; use keep_weights=True"):
         result.ensemble(0.5, 1)
     with pytest.raises(RunStoreError, match=r"holds no run λ=0\.2, seed 1"):
         result.ensemble(0.2, 1)
@@ -423,7 +423,11 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "lazy": (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), {}, "but it has lazy layers. Give their input"),
     "seeds": (CNN, {"seeds": 0}, "Expected at least 1 seed, but got seeds=0"),
     "separate": (CNN, {"batches": "separate"}, "^λ > 0 needs members that see each other's predictions"),
-    "callback": (CNN, {"callbacks": [ace.lab.Callback]}, "Expected callbacks with a method such as on_epoch_end"),
+    "callback": (
+        CNN,
+        {"callbacks": [ace.lab.Callback]},
+        "Expected callbacks of a class derived from torchace.lab.Callback",
+    ),
     "layer": (CNN, {"kind": "branch", "at": "heads"}, "Expected `at` to name a layer of the model, but got 'heads'"),
     "own batches": (CNN, {"kind": "smoc", "batches": "exchanged"}, "expected 'shared' for members .*share layers"),
     "patience": (CNN, {"patience": 3}, "`patience` needs validation data"),
