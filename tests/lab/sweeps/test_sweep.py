@@ -419,7 +419,6 @@ def test_weights_that_overflow_in_the_last_step_are_a_failure(tmp_path: Path) ->
     ("sections", "words"),
     [
         ({"data": {"limit": 5000}}, "data.limit: expected at most 1297, the training samples of digits, but got 5000"),
-        ({"train": {"batch_size": 201}}, "train.batch_size: expected at most 200, the training samples, but got 201"),
         ({"data": {"limit": 10, "validation": 0.01}}, "data.validation"),
         ({"model": {"kind": "branch", "at": "nowhere"}}, "nowhere"),
         ({"model": {"kind": "smoc", "rank": 50}}, "rank"),

@@ -24,6 +24,7 @@ from torchace.lab.schema.experiment import (
     DataSection,
     Experiment,
     ModelSection,
+    Section,
     SweepSection,
     TrainSection,
 )
@@ -39,7 +40,12 @@ from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.distributed import is_launched
 from torchace.lab.training.loop import Interrupted
 
-_SECTIONS = {"sweep": SweepSection, "train": TrainSection, "data": DataSection, "model": ModelSection}
+_SECTIONS: dict[str, type[Section]] = {
+    "sweep": SweepSection,
+    "train": TrainSection,
+    "data": DataSection,
+    "model": ModelSection,
+}
 _BUILTIN = {"factory", "file", "test_file", "validation_file", "test", "name"}  # of built-in data and networks
 _BUILTIN |= {"network", "hidden", "dropout", "depth", "width", "head_scale"}
 # settings with their section of a TOML file

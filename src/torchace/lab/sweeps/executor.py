@@ -32,7 +32,6 @@ from torchace.lab.training.distributed import (
     check_same,
     connect,
     is_launched,
-    parse_layout,
     should_report,
 )
 from torchace.lab.training.evaluate import compute_metrics, evaluate, predict_logits
@@ -79,7 +78,6 @@ class Executor:
         for name, arm in arms.items():
             same = next((data for data in loaded.values() if data.section == arm.data), None)
             loaded[name] = same or LoadedData.load(arm.data, self.device, components[name])
-            loaded[name].check_batch_size(arm)
         return loaded
 
     def broadcast(self, content: Any) -> Any:
@@ -160,7 +158,9 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     for r, run in enumerate(group.runs):
         if plan.store.is_finished(run):
             continue
-        failure = fitted.failures.get(r) or _nonfinite_failure(test[0][r], config.steps)
+        failure, nonfinite = fitted.failures.get(r), (~test[0][r].isfinite()).flatten(1).any(1)  # (K,)
+        if failure is None and nonfinite.any():  # after the last step
+            failure = Failure(message=NONFINITE, member=int(nonfinite.nonzero()[0]), step=config.steps)
         metrics, arrays = None, dict[str, Tensor]()
         if failure is None:
             scored = evaluate(test[0][r], test[1], data.images, task=config.task)
@@ -229,28 +229,16 @@ def _keeps_weights(plan: Plan, arm: Arm, network: RunGroup) -> bool:
     return size * len(arm.diversities) * len(sweep.seeds) <= KEPT_BYTES
 
 
-def _nonfinite_failure(logits: Tensor, steps: int) -> Failure | None:
-    """Return a failure if the logits `(K, N, C)` after the last step are not finite."""
-    bad = (~torch.isfinite(logits)).flatten(1).any(1).nonzero().flatten().tolist()
-    return Failure(message=NONFINITE, member=bad[0], step=steps) if bad else None
-
-
 @contextmanager
 def process_group(parallel: str | None) -> Iterator[int | None]:
     """Join torchrun's process group and yield the rank; None for a single process.
 
     An error that several ranks have is raised on one of them only.
     """
-    if not is_launched():
-        if parallel is not None:
-            raise ValueError(
-                "--parallel needs several processes: torchrun --nproc-per-node=N -m torchace run ... "
-                f"--parallel {parallel}."
-            )
-        yield None
-        return
-    if int(os.environ["WORLD_SIZE"]) == 1:
-        parse_layout(parallel or "data", 1)
+    if parallel is not None and not is_launched():
+        command = f"torchrun --nproc-per-node=N -m torchace run ... --parallel {parallel}"
+        raise ValueError(f"--parallel needs several processes: {command}.")
+    if not is_launched() or int(os.environ["WORLD_SIZE"]) == 1:
         yield None
         return
     store = connect()
@@ -293,10 +281,8 @@ class RankExecutor(Executor):
         if device == "cuda":
             local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
             if local >= count:
-                raise ValueError(
-                    f"Expected a GPU for each process, but this machine has {count}. "
-                    f"Use --nproc-per-node={count}, or --device cpu."
-                )
+                remedy = f"Use --nproc-per-node={count}, or --device cpu."
+                raise ValueError(f"Expected a GPU for each process, but this machine has {count}. {remedy}")
             device = f"cuda:{local}"
         elif device.startswith("cuda"):
             backend = "gloo"  # NCCL refuses processes that share a GPU
@@ -339,25 +325,15 @@ class RankExecutor(Executor):
 
 
 def _check(arm: Arm, ranks: Ranks) -> None:
-    if arm.train.batch_size < ranks.data:
-        raise ConfigError(
-            f"train.batch_size: expected at least {ranks.data}, one sample for each rank, but got "
-            f"{arm.train.batch_size}."
-        )
-    if ranks.members == 1:
-        return
-    if arm.model.kind != "separate":
-        raise ConfigError(
-            f"model.kind: the members of {arm.model.kind!r} share a trunk and cannot be spread over ranks; "
-            "use --parallel data."
-        )
-    if arm.model.num_members < ranks.members:
-        raise ConfigError(
-            f"model.num_members: expected at least {ranks.members}, one member for each rank, but got "
-            f"{arm.model.num_members}. Use fewer ranks, or --parallel {arm.model.num_members}xD to split the batch too."
-        )
-    if not arm.train.detach_others:
-        raise ConfigError(
-            "train.detach_others: expected true, because members on other ranks receive no gradient, but got false. "
-            "Set detach_others = true, or use --parallel data."
-        )
+    """Refuse an arm that cannot be spread over the ranks."""
+    model, train, problem = arm.model, arm.train, ""
+    if train.batch_size < ranks.data:
+        problem = f"train.batch_size: expected a sample for each of {ranks.data} ranks, but got {train.batch_size}"
+    elif ranks.members > 1 and model.kind != "separate":
+        problem = f"model.kind: members of {model.kind!r} share a trunk and cannot be spread over ranks"
+    elif ranks.members > 1 and model.num_members < ranks.members:
+        problem = f"model.num_members: expected a member for each of {ranks.members} ranks, but got {model.num_members}"
+    elif ranks.members > 1 and not train.detach_others:
+        problem = "train.detach_others: expected true, because members on other ranks receive no gradient"
+    if problem:
+        raise ConfigError(f"{problem}. Change it, or use fewer ranks or --parallel data.")

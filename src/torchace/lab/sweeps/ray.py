@@ -68,7 +68,7 @@ def connect_ray(address: str, device: str) -> Iterator[RayExecutor]:
     if address not in ("auto", "local"):
         _check_reachable(address)
     ray_constants.ENABLE_RAY_CLUSTER = address != "local"  # a local one listens on 127.0.0.1 alone
-    options = {"include_dashboard": False} if address == "local" else {}
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     handler = signal.getsignal(signal.SIGTERM)  # Ray replaces it
     try:
         ray.init(address, logging_level=logging.CRITICAL, log_to_driver=False, **options)
