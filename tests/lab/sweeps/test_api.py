@@ -398,8 +398,8 @@ class Odd(CNN):
 
 SHARED = CNN()
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "module": (CNN(), {}, "`member` to be a function that returns a new module, but got a CNN"),
-    "number": (3, {}, "`member` to be a function that returns a module, but got int"),
+    "module": (CNN(), {}, "`member` to be a function that returns a new module, but got CNN"),
+    "number": (3, {}, "`member` to be a function that returns a new module, but got int"),
     "no module": (lambda: 3, {}, "to return a module .*, but it returned int"),
     "the same": (lambda: SHARED, {}, "to return a new module at every call, but it returned the same one twice"),
     "raises": (lambda: nn.Linear(-1, 3), {}, "The function <lambda> failed with RuntimeError: "),

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
@@ -135,7 +135,15 @@ def _make_components(
     member: Any, data: tuple[Any, ...], optimizer: Any, metrics: list[Any], settings: dict[str, Any]
 ) -> Components:
     """Return the objects of a sweep, and replace them in the settings by their names."""
-    member, transform = _check_member(member, settings.get("arguments") or {}), settings.get("transform")
+    if isinstance(member, str):
+        member = import_object(member, "member")
+    if isinstance(member, nn.Module) or not callable(member):
+        raise TypeError(
+            f"Expected `member` to be a function that returns a new module, but got {type(member).__name__}. Use "
+            "lambda: ..., so that every member starts with its own weights."
+        )
+    check_arguments(member, settings.get("arguments") or {}, "arguments")
+    transform = settings.get("transform")
     metrics = [import_object(m, "metrics") if isinstance(m, str) and ":" in m else m for m in metrics]
     for metric in metrics:
         if not callable(metric):
@@ -152,22 +160,6 @@ def _make_components(
     settings["metrics"] = [object_name(metric) for metric in metrics]
     settings["transform"] = None if transform is None else object_name(transform)
     return Components(member, data, None if isinstance(optimizer, str) else optimizer, tuple(metrics), transform)
-
-
-def _check_member(member: Any, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the factory; refuse modules and arguments that do not fit."""
-    if isinstance(member, str):
-        member = import_object(member, "member")
-    if isinstance(member, nn.Module):
-        raise TypeError(
-            f"Expected `member` to be a function that returns a new module, but got a {type(member).__name__}. Use "
-            "lambda: ..., so that every member starts with its own weights."
-        )
-    if not callable(member):
-        raise TypeError(f"Expected `member` to be a function that returns a module, but got {type(member).__name__}.")
-    check_arguments(member, arguments, "arguments")
-    function: Callable[..., Any] = member
-    return function
 
 
 def _parse(settings: dict[str, Any], components: Components) -> Experiment:
