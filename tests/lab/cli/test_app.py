@@ -536,22 +536,6 @@ def test_a_result_that_was_changed_is_one_sentence(invoke: Invoke, small: Path) 
     assert (outcome.code, outcome.err) == (0, "")
 
 
-@pytest.mark.parametrize("place", ["runs", "log.jsonl"])
-def test_a_link_in_a_run_directory_is_one_sentence(place: str, invoke: Invoke, small: Path) -> None:
-    invoke("run", small, "--out", "a", "--set", "train.steps=1")
-    Path("mine").mkdir()
-    Path("mine/file").write_text("mine")
-    link = Path("a") / place
-    if link.exists():
-        link.rename("moved")
-    link.parent.mkdir(exist_ok=True)
-    link.symlink_to(Path("mine/file" if place in ("lock", "log.jsonl") else "mine").absolute())
-    outcome = invoke("run", small, "--out", "a", "--set", "train.steps=1", "--seeds", "3")
-    assert (outcome.code, outcome.out) == (1, "")
-    assert outcome.err.startswith(f"Error: a/{place} is a symbolic link")
-    assert [(file.name, file.read_text()) for file in Path("mine").iterdir()] == [("file", "mine")]
-
-
 def test_no_resume_refuses_a_directory_with_runs(invoke: Invoke, small: Path) -> None:
     assert invoke("run", small, "--out", "out", "--no-resume").code == 0
     outcome = invoke("run", small, "--out", "out", "--no-resume")
