@@ -9,31 +9,20 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-FREE = 12  # steps that a worker makes before it may have to wait
 
-
-def held_link(must_wait: Callable[[str, int], bool]) -> type:
-    """A `DriverLink` whose run groups wait while they must.
-
-    Args:
-        must_wait: Called again and again by the worker with the group's name and its attempt.
-    """
-    from torchace.lab.sweeps.ray_cluster import DriverLink
+def held_sender(must_wait: Callable[[str], bool]) -> type:
+    """A `Sender` whose run groups wait after a checkpoint while they must; `must_wait` gets the group's name."""
+    from torchace.lab.sweeps.ray import Sender
 
     # Defined in here, a class travels by value: workers need not find the tests.
-    class Held(DriverLink):
-        steps = -1  # of this attempt
-
-        def stop(self) -> bool:
-            import ray
-
-            self.steps += 1
-            progress = (self.steps, 60, [0.0, 0.0])  # perhaps the first that the driver receives
-            while self.steps >= FREE and not self.stopping and must_wait(self.group, self.attempt):
-                self.stopping = ray.get(self.mailbox.put_progress.remote(self.group, self.attempt, progress))
+    class Held(Sender):
+        def send(self, event: str, group: Any, content: Any = None) -> None:
+            super().send(event, group, content)
+            while event == "checkpoint" and must_wait(group.id):
+                super().send("on_group_step", group, (1, 60, [0.0, 0.0]))
                 threading.Event().wait(0.02)  # a busy worker would keep others from their work
-            return super().stop()
 
     return Held
 
@@ -43,7 +32,7 @@ def main() -> None:
     from torchace.lab.sweeps import ray as on_ray
 
     go = Path(sys.argv.pop(1))
-    on_ray.DriverLink = held_link(lambda job, attempt: job.startswith("calm") and not go.exists())  # type: ignore[misc]
+    on_ray.Sender = held_sender(lambda group: group.startswith("calm") and not go.exists())  # type: ignore[misc]
     cli.main()
 
 

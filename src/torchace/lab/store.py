@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,33 +18,17 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import (
-    CHECKSUM,
-    is_unchanged,
-    read_json,
-    remove_partial,
-    with_checksum,
-    write_atomic,
-)
+from torchace._files import CHECKSUM, is_unchanged, read_json, remove_partial, with_checksum, write_atomic
 from torchace.lab.schema.reading import describe_error
-from torchace.lab.schema.results import (
-    FORMAT,
-    ExperimentResult,
-    Failure,
-    GroupPlan,
-    PlanFile,
-    ResultFile,
-    RunKey,
-    RunResult,
-)
-from torchace.lab.training.checkpoint import MANIFEST, Checkpoints, state_digest
+from torchace.lab.schema.results import FORMAT, ExperimentResult, GroupPlan, PlanFile, ResultFile, RunKey, RunResult
+from torchace.lab.training.checkpoint import Checkpoints, state_digest
 
-# written by a sweep after experiment.json
+# written by a sweep after experiment.json; the second line is of trackers
 SWEEP_FILES = (
     *("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "weights"),
-    *("metrics.csv", "mlflow.db", "tensorboard", "wandb"),  # of trackers
+    *("metrics.csv", "mlflow.db", "tensorboard", "wandb"),
 )
-# written by sweeps, searches and fits; links are refused
+# written by sweeps, searches and fits
 OUTPUT_FILES = (*SWEEP_FILES, "groups", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
 
 File = TypeVar("File", bound=ResultFile)
@@ -65,7 +49,7 @@ class RunStore:
         """Create the directory and lock it against other processes; the lock ends with the process."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            file = open(self.directory / "lock", "a+", errors="replace")  # noqa: SIM115
+            file = open(self.directory / "lock", "a+")  # noqa: SIM115
         except OSError as error:
             raise RunStoreError(f"Cannot write to {self.directory}: {error.strerror}. Choose another --out.") from error
         with file:
@@ -73,16 +57,9 @@ class RunStore:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
-                pid = file.read().strip()
-                owner = f"Process {pid}" if pid else "Another process"
                 raise RunStoreError(
-                    f"{owner} is using {self.directory}. Wait for it, or choose another --out."
+                    f"Process {file.read().strip()} is using {self.directory}. Wait for it, or choose another --out."
                 ) from error
-            except OSError as error:
-                raise RunStoreError(f"Cannot lock {self.directory}: {error.strerror}. Choose another --out.") from error
-            file.seek(0)
-            if not file.read(20).strip().isdigit() and os.fstat(file.fileno()).st_size:
-                raise self._foreign("lock")
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
@@ -90,12 +67,9 @@ class RunStore:
 
     def refuse_foreign(self) -> None:
         """Raise an error if a sweep would overwrite foreign files."""
-        foreign = [name for name in SWEEP_FILES if os.path.lexists(self.directory / name)]
+        foreign = [name for name in SWEEP_FILES if (self.directory / name).exists()]
         if foreign and not (self.directory / "experiment.json").exists():
-            raise self._foreign(foreign[0])
-
-    def _foreign(self, name: str) -> RunStoreError:
-        return RunStoreError(f"{self.directory} already holds other files ({name!r}). Choose another --out.")
+            raise RunStoreError(f"{self.directory} already holds other files ({foreign[0]!r}). Choose another --out.")
 
     def experiment(self) -> ExperimentResult | None:
         """Experiment of the directory; None if new."""
@@ -120,15 +94,6 @@ class RunStore:
         owner = {"runs": runs, "config_sha256": config_sha256}
         return Checkpoints(self.directory / "checkpoints" / group.id, owner=owner)
 
-    def checkpoint_seconds(self, groups: Sequence[GroupPlan]) -> dict[str, float]:
-        """Training time in each unfinished group's checkpoint, by group."""
-        seconds = {}
-        for group in groups:
-            with suppress(OSError, ValueError, LookupError, TypeError):  # missing, or refused later
-                manifest = json.loads((self.checkpoints(group).directory / MANIFEST).read_bytes())
-                seconds[group.id] = float(manifest["progress"]["seconds"])
-        return seconds
-
     def is_finished(self, run: RunKey) -> bool:
         """Whether the run's result is written."""
         return self._file(run).exists()
@@ -136,13 +101,6 @@ class RunStore:
     def result(self, run: RunKey) -> RunResult | None:
         """Result of a run; None if unfinished."""
         return _load(self._file(run), RunResult)
-
-    def failure(self, run: RunKey) -> Failure | None:
-        """Failure of a finished run; None if it succeeded."""
-        result = self.result(run)
-        if result is None or result.status == "finished":
-            return None
-        return result.failure or Failure(message="no reason given")
 
     def write_result(
         self, result: RunResult, arrays: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
@@ -160,27 +118,18 @@ class RunStore:
 
     def weights(self, run: RunKey) -> dict[str, Tensor]:
         """Weights of a run."""
-        result = self.result(run)
+        result, file = self.result(run), self._weights_file(run)
         if result is None:
-            settings = "".join(f", {key.replace('_', ' ')} {value:g}" for key, value in run.settings.items())
-            raise RunStoreError(
-                f"{self.directory} holds no run with λ={run.diversity:g}{settings} and seed {run.seed}."
-            )
-        file = self._weights_file(run)
+            raise RunStoreError(f"{self.directory} holds no run {run.description}.")
         if not file.exists():
-            why = (
-                "the run failed"
-                if result.status == "failed"
-                else "they were not kept. Use keep_weights=True in a new directory"
-            )
-            raise RunStoreError(f"There are no weights of λ={run.diversity:g} and seed {run.seed}: {why}.")
-        damaged = f"{file} is damaged. Remove it and {self._file(run).name} to train the run again."
+            why = "they were not kept; use keep_weights=True" if result.finished else "the run failed"
+            raise RunStoreError(f"There are no weights of run {run.description}: {why}.")
         try:
             weights = load_safetensors(file.read_bytes())
-        except SafetensorError as error:
-            raise RunStoreError(damaged) from error
+        except SafetensorError:
+            weights = {}
         if state_digest(weights) != result.weights_sha256:
-            raise RunStoreError(damaged)
+            raise RunStoreError(f"{file} is damaged. Remove it and {self._file(run).name} to train the run again.")
         return weights
 
     def clean(self, groups: Sequence[GroupPlan]) -> None:
@@ -219,8 +168,6 @@ def read_record(file: Path, remedy: str = "that file to run it again") -> dict[s
     """Read a JSON file and check its format and checksum; `remedy` names what to remove if it is damaged."""
     try:
         content = read_json(file)
-    except OSError as error:
-        raise RunStoreError(f"Cannot read {file}: {error.strerror}. Check its permissions.") from error
     except ValueError as error:
         raise RunStoreError(f"{file} is damaged. Choose another --out, or remove {remedy}.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -241,10 +188,20 @@ def _load(file: Path, model: type[File], remedy: str = "that file to run it agai
         raise RunStoreError(f"{file} is damaged ({reason}). Choose another --out, or remove {remedy}.") from error
 
 
+def flatten(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten nested settings to `section.name: value`."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        flat |= {f"{key}.{k}": v for k, v in flatten(value).items()} if isinstance(value, dict) else {key: value}
+    return flat
+
+
 def describe_differences(before: Any, now: dict[str, Any]) -> str:
     """Return the settings in which two requests differ, in parentheses; nothing if the first cannot be read."""
-    old, new, parts = _flatten(before), _flatten(now), {}
-    for key in new if old else ():
+    if not isinstance(before, dict):
+        return ""
+    old, new, parts = flatten(before), flatten(now), {}
+    for key in new:
         if old.get(key) != new[key]:
             name = key.rpartition(".")[2]  # some settings are in two sections
             parts[name] = f"{name} was {old.get(key)!r} and is now {new[key]!r}"
@@ -252,11 +209,3 @@ def describe_differences(before: Any, now: dict[str, Any]) -> str:
         parts = {"data": "the data file has changed", **parts}
     shown = list(parts.values())
     return f" ({'; '.join(shown[:4])}{'; ...' if len(shown) > 4 else ''})" if shown else ""
-
-
-def _flatten(request: Any) -> dict[str, Any]:
-    """Return the settings by `section.name`."""
-    flat: dict[str, Any] = {}
-    for key, value in request.items() if isinstance(request, dict) else ():
-        flat |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
-    return flat

@@ -316,7 +316,7 @@ SETTINGS = {
     # unknown keys, at every level
     "dta.name='digits'": "there is no key 'dta'. Did you mean 'data'?",
     "data.nam='digits'": "there is no key 'data.nam'. Did you mean 'name'?",
-    "epochs=5": "Expected --set section.key=value. Did you mean --set train.epochs=5?",
+    "epochs=5": "there is no key 'epochs'. Known keys: name,",
     "train.lr=3": "there is no key 'train.lr'. Known keys: epochs,",
     "paper={table='1', rows=[{num_members=1, acuracy=1}]}": "'paper.rows.0.acuracy'. Did you mean 'accuracy'?",
     "arms=[{name='a', lable='x'}]": "there is no key 'arms.0.lable'. Did you mean 'label'?",
@@ -343,13 +343,11 @@ SETTINGS = {
     "data.limit=1298": "data.limit: expected at most 1297, the training samples of digits, but got 1298",
     "data.validation=1.0": "expected data.validation to be less than 1, but got 1.0",
     "data.validation=0.001": "data.validation: expected a fraction that leaves samples to validate",
-    "data.validation=0.9": "train.batch_size: expected at most 20, the training samples, but got 50",
     "model.hidden=[1000000000]": "expected model.hidden.0 to be at most 100000",
     "model.num_members=100000000": "expected model.num_members to be at most 10000",
     "model.head_scale=0": "expected model.head_scale to be more than 0",
     "train.epochs=0": "expected train.epochs to be at least 1, but got 0",
     f"train.steps=1{'0' * 30}": "expected train.steps to be less than 2.14748e+09",
-    "train.batch_size=201": "train.batch_size: expected at most 200, the training samples, but got 201",
     "train.learning_rate=0": "expected train.learning_rate to be more than 0, but got 0",
     f"train.learning_rate=1{'0' * 400}": "expected train.learning_rate to be a number",
     "sweep.diversities=[1.1]": "expected sweep.diversities.0 to be at most 1, but got 1.1",
@@ -392,7 +390,6 @@ SETTINGS = {
     "": "Expected --set section.key=value, but got ''",
     "train.epochs": "Expected --set section.key=value, but got 'train.epochs'",
     "train.steps.more=5": "'steps' in 'train.steps.more=5' is not a section",
-    "train.steps=5\nx=3": "Expected one value in --set section.key=value",
     "sweep.diversities=[0, 0.5": "expected sweep.diversities to be a list, but got '[0, 0.5'",
 }
 
@@ -415,7 +412,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "zeros": (b"\0" * 100, "is not valid TOML"),
     "empty": (b"", "expected `epochs` or `steps`, but got neither"),
     "comment": (b"# nothing yet", "expected `epochs` or `steps`, but got neither"),
-    "deep": (b"a = " + b"[" * 100_000, "is not valid TOML"),
     "long number": (b"a = " + b"1" * 5000, "is not valid TOML"),
     "markup": (b"[train]\nepochs = '[bold]x[/bold]'", "but got '[bold]x[/bold]'"),
     "long value": (b"[train]\nepochs = '" + b"x" * 10_000 + b"'", "xxx..."),

@@ -78,10 +78,10 @@ def poison(monkeypatch: Any, diversity: float, seed: int, member: int) -> None:
                     network.members.stacked.fc.weight[r * network.num_members + member] = torch.inf  # type: ignore[union-attr]
         return network
 
-    def noted(plan: Any, current: Any, *args: Any) -> float:
+    def noted(plan: Any, current: Any, *args: Any) -> None:
         nonlocal group
         group = current
-        return train_group(plan, current, *args)
+        train_group(plan, current, *args)
 
     monkeypatch.setattr(executor, "build_network", spoilt)
     monkeypatch.setattr(executor, "train_group", noted)

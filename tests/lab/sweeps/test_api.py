@@ -197,9 +197,9 @@ def test_a_temporary_directory_lives_as_long_as_the_result() -> None:
     result = ace.sweep(CNN, TRAIN, TEST, **SMALL, keep_weights=False)
     directory = result.directory
     assert directory.exists()
-    with pytest.raises(RunStoreError, match=r"they were not kept. Use keep_weights=True"):
+    with pytest.raises(RunStoreError, match="they were not kept; use keep_weights=True"):
         result.ensemble(0.5, 1)
-    with pytest.raises(RunStoreError, match=r"holds no run with λ=0\.2 and seed 1"):
+    with pytest.raises(RunStoreError, match=r"holds no run λ=0\.2, seed 1"):
         result.ensemble(0.2, 1)
     del result
     gc.collect()
@@ -292,7 +292,7 @@ def test_ensembles_of_wrong_names_are_refused(tmp_path: Path) -> None:
     result = ace.sweep(lambda: CNN(), TRAIN, TEST, **SMALL, learning_rate=[0.1, 0.2], out=tmp_path)
     with pytest.raises(ValueError, match=r"Expected `arm` to be one of 'main', but got 'other'"):
         result.ensemble(0.5, 1, arm="other", learning_rate=0.1)
-    with pytest.raises(RunStoreError, match=r"holds no run with λ=0\.5, learning rate 0\.3 and seed 1"):
+    with pytest.raises(RunStoreError, match=r"holds no run λ=0\.5, seed 1, learning rate 0\.3"):
         result.ensemble(0.5, 1, learning_rate=0.3)
     with pytest.raises(ValueError, match="Repeat the call of sweep"):
         ace.SweepResult(tmp_path).ensemble(0.5, 1, learning_rate=0.1)
@@ -389,16 +389,15 @@ class Odd(CNN):
 
 SHARED = CNN()
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "module": (CNN(), {}, "`member` to be a function that returns a new module, but got a CNN"),
-    "number": (3, {}, "`member` to be a function that returns a module, but got int"),
+    "module": (CNN(), {}, "`member` to be a function that returns a new module, but got CNN"),
+    "number": (3, {}, "`member` to be a function that returns a new module, but got int"),
     "no module": (lambda: 3, {}, "to return a module .*, but it returned int"),
     "the same": (lambda: SHARED, {}, "to return a new module at every call, but it returned the same one twice"),
-    "no parameters": (nn.Flatten, {}, "a module with parameters to train"),
     "raises": (lambda: nn.Linear(-1, 3), {}, "The function <lambda> failed with RuntimeError: "),
     "architectures": (Odd, {}, "of one architecture.*All calls of Odd must return the same architecture"),
-    "outputs": (lambda: CNN(classes=7), {}, "Expected 10 outputs of the module of .*, but it has 7"),
-    "more outputs": (lambda: CNN(classes=12), {}, "Expected 10 outputs of the module of .*, but it has 12"),
-    "shape": (lambda: nn.Conv2d(1, 10, 3), {}, r"to return \(N, 10\), here \(4, 10\), but it returned \(4, 10, 6, 6\)"),
+    "outputs": (lambda: CNN(classes=7), {}, r"to return \(N, 10\), .*, but it returned \(4, 7\)"),
+    "more outputs": (lambda: CNN(classes=12), {}, r"to return \(N, 10\), .*, but it returned \(4, 12\)"),
+    "shape": (lambda: nn.Conv2d(1, 10, 3), {}, r"here \(4, 10\), .*, but it returned \(4, 10, 6, 6\)"),
     "input": (lambda: nn.Linear(3, 10), {}, r"fails on inputs \(4, 1, 8, 8\) float32"),
     "missing": (lambda width: CNN(width), {}, "missing a required argument: 'width'"),
     "unknown": (CNN, {"arguments": {"depth": 3}}, "got an unexpected keyword argument 'depth'"),
@@ -411,10 +410,13 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "twice": (CNN, {"learning_rate": [0.1, 0.1]}, "^learning_rate: expected every value once, but got 0.1 twice"),
     "kind": (CNN, {"kind": "boosted"}, "Expected kind to be 'separate', 'smoc', 'branch' or 'adapters'"),
     "branch": (CNN, {"kind": "branch"}, "needs `at`"),
-    "lazy": (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), {}, "but it has lazy layers. Give their input"),
     "seeds": (CNN, {"seeds": 0}, "Expected at least 1 seed, but got seeds=0"),
     "separate": (CNN, {"batches": "separate"}, "^λ > 0 needs members that see each other's predictions"),
-    "callback": (CNN, {"callbacks": [ace.lab.Callback]}, "Expected callbacks with a method such as on_epoch_end"),
+    "callback": (
+        CNN,
+        {"callbacks": [ace.lab.Callback]},
+        "Expected callbacks of a class derived from torchace.lab.Callback",
+    ),
     "layer": (CNN, {"kind": "branch", "at": "heads"}, "Expected `at` to name a layer of the model, but got 'heads'"),
     "own batches": (CNN, {"kind": "smoc", "batches": "exchanged"}, "expected 'shared' for members .*share layers"),
     "patience": (CNN, {"patience": 3}, "`patience` needs validation data"),

@@ -107,10 +107,10 @@ def test_each_run_has_its_events(tmp_path: Path) -> None:
     assert len(recorder.events) == before
 
 
-def test_an_object_with_some_methods_is_a_callback(tmp_path: Path) -> None:
+def test_one_callback_or_several_or_a_tracker(tmp_path: Path) -> None:
     seeds = []
 
-    class Ends:
+    class Ends(Callback):
         def on_run_end(self, run: RunKey, result: RunResult) -> None:
             seeds.append(run.seed)
 
@@ -118,8 +118,8 @@ def test_an_object_with_some_methods_is_a_callback(tmp_path: Path) -> None:
     assert seeds == [0, 1]
     x, y = torch.rand(20, 3), torch.arange(20) % 2
     options: dict[str, Any] = {"diversities": 0.0, "seeds": [5], "steps": 1}
-    for callbacks in (Ends(), None, "csv"):
+    for callbacks in (Ends(), None, [Ends(), "csv"]):
         ace.sweep(lambda: nn.Linear(3, 2), (x, y), (x, y), callbacks=callbacks, **options)
-    assert seeds == [0, 1, 5]
-    with pytest.raises(TypeError, match=r"on_epoch_end\(run, progress\), but got 3"):
-        CallbackList([3])
+    assert seeds == [0, 1, 5, 5]
+    with pytest.raises(TypeError, match=r"Expected callbacks of a class derived from .*, but got 3"):
+        CallbackList([3])  # type: ignore[list-item]

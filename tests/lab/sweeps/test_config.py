@@ -238,18 +238,3 @@ def test_many_seeds_are_checked_in_linear_time() -> None:
     assert compared <= 2 * len(values) + len(values)  # the last: of the line above
     with pytest.raises(ValueError, match="got 7 twice"):
         _check_distinct([*range(5000), 7])
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("x = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
-        ("model" + ".a" * 100_000 + " = 1", "a key has too many parts"),
-    ],
-    ids=["deep lists", "a key of many parts"],
-)
-def test_a_file_that_would_cost_much_is_refused(text: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text(text)
-    with pytest.raises(ConfigError, match=why) as caught:
-        load_experiment(str(tmp_path / "a.toml"))
-    assert "\n" not in str(caught.value)

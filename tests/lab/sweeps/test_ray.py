@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +12,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +22,7 @@ import torch
 from rich.console import Console
 
 from tests.lab.sweeps.small_sweeps import command, leftovers, stored_files
-from tests.support.paused_ray import FREE, held_link
+from tests.support.paused_ray import held_sender
 from torchace.lab.cli import app as cli
 from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.cli.terminal import INTERRUPTED, SOME_FAILED
@@ -34,7 +31,7 @@ from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import load_experiment
-from torchace.lab.sweeps.executor import Executor, UnfinishedRunsError
+from torchace.lab.sweeps.executor import UnfinishedRunsError
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted, Progress
 
@@ -45,16 +42,13 @@ import ray
 from ray.cluster_utils import Cluster
 
 from torchace.lab.sweeps import ray as on_ray
-from torchace.lab.sweeps import ray_cluster
-from torchace.lab.sweeps.ray import RayExecutor, connect_ray
-from torchace.lab.sweeps.ray_cluster import RayAddressError, _temporary_directory, join_cluster
+from torchace.lab.sweeps.ray import RayExecutor
 
 pytestmark = pytest.mark.extended
 
-KILLS = 10
 PATIENCE = 300.0  # seconds until a process that does not do what it should is given up
 
-# Two jobs whose runs fail at once, then four that last, or wait to be killed: see `held_link`.
+# Two jobs whose runs fail at once, then four that last, or wait to be killed: see `held_sender`.
 SWEEP = """
 [model]
 hidden = [256]
@@ -101,9 +95,6 @@ class Nodes:
                     found[match[1]] = process
         return found
 
-    def mailboxes(self) -> list[psutil.Process]:
-        return [process for process, title in _children(self.cluster.head_node) if title.startswith("ray::Mailbox")]
-
 
 def _children(node: Any) -> Iterator[tuple[psutil.Process, str]]:
     """The processes of a node and their titles."""
@@ -143,7 +134,7 @@ def short_folder() -> tempfile.TemporaryDirectory[str]:
 @pytest.fixture(scope="module")
 def joined(nodes: Nodes) -> Iterator[Nodes]:
     """This process is a driver: several sweeps have the same workers, which import torch once."""
-    join_cluster(nodes.address)
+    ray.init(nodes.address, log_to_driver=False)
     try:
         yield nodes
     finally:
@@ -213,18 +204,13 @@ def saved_every(steps: int | None, experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"checkpoint": experiment.checkpoint.model_copy(update={"steps": steps})})
 
 
-def recorded_seconds(directory: Path) -> float:
-    """The seconds that a sweep says it took."""
-    return float(json.loads((directory / "experiment.json").read_text())["seconds"])
-
-
-Hold = Callable[[Callable[[str, int], bool]], None]
+Hold = Callable[[Callable[[str], bool]], None]
 
 
 @pytest.fixture
 def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
-    """From now on the workers of this test wait while they must, see `held_link`."""
-    return lambda must_wait: monkeypatch.setattr(on_ray, "DriverLink", held_link(must_wait))
+    """From now on the workers of this test wait while they must, see `held_sender`."""
+    return lambda must_wait: monkeypatch.setattr(on_ray, "Sender", held_sender(must_wait))
 
 
 # -- the same numbers after a worker died ------------------------------------------------------------------------------
@@ -242,22 +228,18 @@ def test_two_nodes_give_what_one_machine_gives(
             if len(at_work) == 2:
                 go.touch()
 
-    hold(lambda job, attempt: job.startswith("calm") and not go.exists())  # or one node may do it all
-    callback, start = Looking(), time.monotonic()
+    hold(lambda job: job.startswith("calm") and not go.exists())  # or one node may do it all
+    callback = Looking()
     finished_whole(Sweep(experiment, directory, RayExecutor()), callback, undisturbed)
     assert len(at_work) == 2
     assert callback.deaths == []
-    # how long it took, not what all jobs took together
-    longest = max(2 * json.loads(file.read_text())["seconds"] for file in directory.glob("runs/*.json"))
-    assert longest <= recorded_seconds(directory) <= time.monotonic() - start
 
 
-def test_ten_workers_killed(
+def test_five_workers_killed(
     joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path, hold: Hold
 ) -> None:
-    quota = {"calm-0": 3, "calm-1": 3, "calm-2": 2, "calm-3": 2}
-    assert sum(quota.values()) == KILLS
-    hold(lambda job, attempt: attempt <= quota.get(job, 0))  # none is done before its workers were killed so often
+    quota = {"calm-0": 3, "calm-1": 2}
+    hold(lambda job: job in quota and not (tmp_path / f"go-{job}").exists())
 
     class Killing(Counting):
         """Kills workers that got further than those before them."""
@@ -266,20 +248,19 @@ def test_ten_workers_killed(
         killed: list[str]
 
         def on_group_step(self, job: GroupPlan, progress: Progress) -> None:
-            new = {str(path) for path in tmp_path.glob(f"checkpoints/{job.id}/state-*.safetensors")} - self.seen
+            new = {str(path) for path in tmp_path.glob(f"out/checkpoints/{job.id}/state-*.safetensors")} - self.seen
             worker = joined.workers().get(job.id)
             if new and worker is not None and self.killed.count(job.id) < quota.get(job.id, 0):
                 self.seen |= new
                 self.killed.append(job.id)
+                if self.killed.count(job.id) == quota[job.id]:
+                    (tmp_path / f"go-{job.id}").touch()
                 worker.kill()
-                if len(self.killed) == KILLS // 2:
-                    for process in joined.mailboxes():
-                        process.kill()
 
     callback = Killing()
     callback.seen, callback.killed = set(), []
-    finished_whole(Sweep(saved_every(1, experiment), tmp_path, RayExecutor()), callback, undisturbed)
-    assert callback.deaths == ["WorkerCrashedError"] * KILLS
+    finished_whole(Sweep(saved_every(1, experiment), tmp_path / "out", RayExecutor()), callback, undisturbed)
+    assert callback.deaths == ["WorkerCrashedError"] * sum(quota.values())
 
 
 def test_a_node_dies(
@@ -287,7 +268,7 @@ def test_a_node_dies(
 ) -> None:
     nodes = [joined.add()]
     go = tmp_path / "go"
-    hold(lambda job, attempt: job.startswith("calm") and not go.exists())
+    hold(lambda job: job.startswith("calm") and not go.exists())
 
     class Pulling(Counting):
         def on_group_step(self, job: GroupPlan, progress: Progress) -> None:
@@ -318,14 +299,13 @@ def test_a_job_that_dies_again_and_again_is_given_up_and_the_others_go_on(
             if job.id == "calm-3" and (worker := joined.workers().get(job.id)):
                 worker.kill()
 
-    hold(lambda job, attempt: job == "calm-3" and attempt <= 2)
+    hold(lambda job: job == "calm-3")
     monkeypatch.setattr(on_ray, "MAX_DEATHS", 2)
-    sweep, callback = Sweep(saved_every(None, experiment), tmp_path, RayExecutor()), Killing()
+    sweep, callback = Sweep(experiment, tmp_path, RayExecutor()), Killing()
     with pytest.raises(UnfinishedRunsError) as caught:
         sweep.run(callback)
     lost = [RunKey("calm", 0.5, 2), RunKey("calm", 0.5, 3)]
-    why = "its worker died 2 times in a row without a new checkpoint (WorkerCrashedError)"
-    assert caught.value.reasons == dict.fromkeys(lost, why)
+    assert caught.value.reasons == dict.fromkeys(lost, "its worker died 2 times (WorkerCrashedError)")
     assert [run for run in _runs(tmp_path) if not RunStore(tmp_path).is_finished(run)] == lost
 
     monkeypatch.undo()
@@ -339,7 +319,7 @@ def _runs(directory: Path) -> list[RunKey]:
     return [run for job in RunStore(directory).groups() for run in job.runs]
 
 
-def test_stopped_with_a_checkpoint_and_a_damaged_one(
+def test_stopped_and_resumed_from_a_damaged_checkpoint(
     joined: Nodes,
     experiment: Experiment,
     undisturbed: dict[str, Any],
@@ -347,31 +327,14 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
     monkeypatch: pytest.MonkeyPatch,
     hold: Hold,
 ) -> None:
-    class Stopping(Counting):
-        step = 0
-
-        def on_group_step(self, job: GroupPlan, progress: Progress) -> None:
-            self.step = self.step or progress.step * (job.id == "calm-0")
-
-    hold(lambda job, attempt: job == "calm-0")  # which does not finish before the sweep is stopped
-    sweep, callback, start = Sweep(saved_every(None, experiment), tmp_path, RayExecutor()), Stopping(), time.monotonic()
+    hold(lambda job: job == "calm-0")  # which does not finish before the sweep is stopped
+    sweep = Sweep(experiment, tmp_path, RayExecutor())
     with pytest.raises(Interrupted):
-        sweep.run(callback, stop=lambda: callback.step > 0)
-    (state,) = tmp_path.glob("checkpoints/calm-0/state-*.safetensors")
-    stopped = int(re.findall(r"\d+", state.name)[0])
-    assert callback.step <= stopped <= FREE
-    # the time of what was stopped counts too
-    spent = json.loads((state.parent / "manifest.json").read_text())["progress"]["seconds"]
-    assert spent <= recorded_seconds(tmp_path) <= time.monotonic() - start
+        sweep.run(stop=lambda: any(tmp_path.glob("checkpoints/calm-0/manifest.json")))
+    for worker in joined.workers().values():  # as the end of the driver would
+        worker.kill()
     monkeypatch.undo()
-    # once: neither a sweep on this machine nor another one on Ray counts it again
-    for executor in (Executor(), RayExecutor()):
-        copy = tmp_path.with_name(type(executor).__name__)
-        shutil.copytree(tmp_path, copy)
-        before, resumed = recorded_seconds(tmp_path), time.monotonic()
-        Sweep(saved_every(None, experiment), copy, executor).run()
-        assert before < recorded_seconds(copy) <= before + time.monotonic() - resumed
-
+    (state,) = tmp_path.glob("checkpoints/calm-0/state-*.safetensors")
     whole = state.read_bytes()
     state.write_bytes(whole[:-1] + b"?")
     with pytest.raises(UnfinishedRunsError) as caught:
@@ -384,21 +347,6 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
     state.write_bytes(whole)
     sweep.run()
     assert same(tmp_path, undisturbed)
-
-
-def test_a_checkpoint_of_an_earlier_worker_is_not_taken(joined: Nodes, tmp_path: Path) -> None:
-    """Ray may give up a worker that lives, cut off from the others, and it goes on saving."""
-    job = GroupPlan("main-0", (RunKey("main", 0.0, 0),))
-    never = lambda *_: False  # noqa: E731
-    dispatch = on_ray._Dispatch(RunStore(tmp_path), deque(), never, on_ray.start_mailbox(), Callback(), never)
-    dispatch.running = {"task": (job, 2)}
-    for attempt, name in ((2, "state-9.safetensors"), (1, "state-6.safetensors"), (3, "state-12.safetensors")):
-        files = {name: b"", "manifest.json": name.encode()}
-        ray.get(dispatch.mailbox.put_checkpoint.remote(job.id, attempt, files))
-        dispatch._fetch_mail()
-    kept = sorted((tmp_path / "checkpoints" / job.id).iterdir())
-    assert [path.name for path in kept] == ["manifest.json", "state-9.safetensors"]
-    assert kept[0].read_bytes() == b"state-9.safetensors"
 
 
 # -- wrong use --------------------------------------------------------------------------------------------------------
@@ -427,29 +375,26 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 )
 def test_a_device_the_cluster_does_not_have(joined: Nodes, device: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        on_ray.choose_device(device)
-    assert on_ray.choose_device("auto") == on_ray.choose_device("cpu") == "cpu"
+        RayExecutor(device)
+    assert RayExecutor("auto").device == RayExecutor("cpu").device == "cpu"
 
 
-def test_more_threads_than_a_node_has_cores(joined: Nodes, experiment: Experiment, tmp_path: Path) -> None:
-    sweep = Sweep(experiment, tmp_path / "out", RayExecutor(threads=3))
+def test_more_threads_than_a_node_has_cores(joined: Nodes) -> None:
     with pytest.raises(
         ValueError, match=r"a node with 3 CPUs.* the largest node has 1\. Set OMP_NUM_THREADS=1 or less"
     ):
-        sweep.run()
-    assert not (tmp_path / "out").exists()
+        RayExecutor(threads=3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch without CUDA")
-def test_a_gpu_that_torch_does_not_see(joined: Nodes, experiment: Experiment, tmp_path: Path) -> None:
+def test_a_gpu_that_torch_does_not_see(joined: Nodes) -> None:
     node = joined.add(num_gpus=1)
     try:
-        assert (on_ray.choose_device("auto"), on_ray.choose_device("cpu")) == ("cuda", "cpu")
+        assert (RayExecutor("auto").device, RayExecutor("cpu").device) == ("cuda", "cpu")
         with pytest.raises(ValueError, match=r"cannot train on cuda \(AssertionError: Torch not compiled with CUDA"):
-            Sweep(experiment, tmp_path / "out", RayExecutor(on_ray.choose_device("auto"))).run()
+            RayExecutor("auto").hardware()
     finally:
         joined.cluster.remove_node(node)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -473,35 +418,6 @@ def test_an_address_that_does_not_answer(
     assert not (tmp_path / "out").exists()
 
 
-def test_another_service_answers_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_cluster, "JOIN_SECONDS", 3.0)  # long enough for Ray to be imported and to ask
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(RayAddressError, match=rf"Cannot join .* {address} \(it did not answer within 3 seconds\)"):
-            join_cluster(address)
-
-
-def test_a_cluster_that_fails_once_to_start_a_process_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = ConnectionAbortedError("Initialization failure from server:\nRuntimeError: Starting Ray client failed.")
-    outcomes: list[ConnectionAbortedError | None] = [failure, None]
-
-    def init(address: str, **options: object) -> None:
-        if outcome := outcomes.pop(0):
-            raise outcome
-
-    monkeypatch.setattr(ray_cluster, "_check_reachable", lambda address: None)
-    monkeypatch.setattr(ray, "init", init)
-    join_cluster("ray://there:10001")
-    assert outcomes == []
-
-    outcomes[:] = [failure, failure, None]  # one that always fails is not asked for ever
-    with pytest.raises(RayAddressError, match=r"Cannot join .* \(RuntimeError: Starting Ray client failed\)\. From"):
-        join_cluster("ray://there:10001")
-    assert outcomes == [None]
-
-
 def test_runs_that_were_given_up_are_named(
     sweep_file: Path, tmp_path: Path, typed: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,29 +433,6 @@ def test_runs_that_were_given_up_are_named(
         "Run λ=0.5, seed 1 (main) is not finished: its worker died.\n"
         f"All other runs are in {tmp_path}. Repeat the command to retry the unfinished ones.\n",
     )
-
-
-def test_lost_connection_to_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("join_cluster", "choose_device"):
-        monkeypatch.setattr(on_ray, name, lambda given: given)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    lost = rf"Lost the Ray cluster at ray://there:10001\. Everything so far is in {tmp_path}; repeat the command"
-    with pytest.raises(RayAddressError, match=lost), connect_ray("ray://there:10001", "cpu", tmp_path):
-        raise ConnectionError("Failed to reconnect within the reconnection grace period (30s)")
-
-
-def test_a_worker_clears_up_after_killed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    for name in (f"{dead.pid}-a", f"{os.getpid()}-b", "x-c"):
-        (tmp_path / f"torchace-worker-{name}").mkdir()
-    with _temporary_directory() as folder:
-        assert folder.is_dir()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"torchace-worker-{os.getpid()}-b",
-        "torchace-worker-x-c",
-    ]
 
 
 def test_without_ray(sweep_file: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from tests.lab.sweeps.small_sweeps import leftovers, poison, run, small, stored_files
 from torchace import _files as files
-from torchace._files import with_checksum
 from torchace.lab.schema.results import GroupPlan, RunKey, RunResult
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
@@ -255,39 +253,18 @@ def test_many_runs_are_looked_up_in_linear_time(tmp_path: Path, monkeypatch: pyt
         looks += 1
         return is_finished(self, run)
 
-    def skip(plan: Plan, group: GroupPlan, *args: Any) -> float:
+    def skip(plan: Plan, group: GroupPlan, *args: Any) -> None:
         for one in group.runs:
             content: dict[str, Any] = {"run": one.id, "arm": one.arm, "diversity": one.diversity, "seed": one.seed}
-            plan.store.write_result(RunResult(status="finished", **content), {})
-        return 1.0
+            plan.store.write_result(RunResult(status="finished", seconds=1.0, **content), {})
 
     monkeypatch.setattr(RunStore, "is_finished", counted)
     monkeypatch.setattr("torchace.lab.sweeps.executor.train_group", skip)
-    monkeypatch.setattr("torchace.lab.sweeps.sweep.WRITE_EVERY", 1e9)
     runs = 200
     experiment = load_experiment("digits", ["sweep.diversities=[0]", "sweep.group_size=1"], seeds=range(runs))
     assert Sweep(experiment, tmp_path).run() == {}
     assert looks <= 4 * runs
-    written = json.loads((tmp_path / "experiment.json").read_text())
-    assert (written["seconds"], written["counted"]) == (runs, {})
-
-
-def test_seconds_that_were_counted_are_not_counted_again(tmp_path: Path) -> None:
-    """As a sweep on Ray leaves them, whose time counts as it passes."""
-    with pytest.raises(Interrupted):
-        run(tmp_path, after(6))
-    (manifest,) = tmp_path.glob("checkpoints/*/manifest.json")
-    spent = json.loads(manifest.read_text())["progress"]["seconds"]
-    experiment = json.loads((tmp_path / "experiment.json").read_text())
-    experiment |= {"seconds": 1000.0, "counted": {manifest.parent.name: spent}}
-    del experiment["sha256"]
-    (tmp_path / "experiment.json").write_text(json.dumps(with_checksum(experiment)))
-    start = time.monotonic()
-    run(tmp_path)
-    passed = time.monotonic() - start
-    experiment = json.loads((tmp_path / "experiment.json").read_text())
-    assert 1000 < experiment["seconds"] <= 1000 + passed
-    assert experiment["counted"] == {}
+    assert json.loads((tmp_path / "experiment.json").read_text())["seconds"] == runs
 
 
 def test_seconds_include_earlier_attempts(tmp_path: Path) -> None:
@@ -298,7 +275,7 @@ def test_seconds_include_earlier_attempts(tmp_path: Path) -> None:
     experiment = json.loads((tmp_path / "experiment.json").read_text())
     runs = [json.loads(path.read_text())["seconds"] for path in tmp_path.glob("runs/*.json")]
     assert sum(runs) > spent
-    assert experiment["seconds"] > sum(runs)
+    assert experiment["seconds"] == pytest.approx(sum(runs))
 
 
 def test_a_deleted_result_is_computed_again(tmp_path: Path) -> None:
@@ -442,7 +419,6 @@ def test_weights_that_overflow_in_the_last_step_are_a_failure(tmp_path: Path) ->
     ("sections", "words"),
     [
         ({"data": {"limit": 5000}}, "data.limit: expected at most 1297, the training samples of digits, but got 5000"),
-        ({"train": {"batch_size": 201}}, "train.batch_size: expected at most 200, the training samples, but got 201"),
         ({"data": {"limit": 10, "validation": 0.01}}, "data.validation"),
         ({"model": {"kind": "branch", "at": "nowhere"}}, "nowhere"),
         ({"model": {"kind": "smoc", "rank": 50}}, "rank"),

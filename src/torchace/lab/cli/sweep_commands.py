@@ -77,7 +77,7 @@ def run(
             with (
                 stop_signal() as stop,
                 SweepProgress(console) as progress,
-                make_executor(loaded, directory, device, ray=ray, parallel=parallel, rank=rank, stop=stop) as executor,
+                make_executor(loaded, device, ray=ray, parallel=parallel, rank=rank) as executor,
             ):
                 trackers = [*(tracker or ()), *(["tensorboard"] if tensorboard else [])]
                 callbacks = [progress, *([] if rank else [EventLog(directory), *trackers])]

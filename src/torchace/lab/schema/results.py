@@ -358,4 +358,3 @@ class ExperimentResult(ResultFile):
     config: dict[str, Any] = {}
     started: str = ""
     seconds: Number | None = None
-    counted: dict[str, Number] = {}  # seconds of unfinished groups included in `seconds`

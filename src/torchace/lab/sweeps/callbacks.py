@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple
 from datetime import UTC, datetime
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from torchace._extras import import_extra
 from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import GroupPlan, RunKey, RunResult
 from torchace.lab.schema.values import AXES
+from torchace.lab.store import flatten
 from torchace.lab.training.loop import Progress, RunProgress
 
-LOG = "log.jsonl"
 LOG_EVERY = 5.0  # seconds between two progress lines of a group
-BLOCK = 65_536  # bytes read at a time
 
 
 class Callback:
@@ -79,27 +77,19 @@ class Callback:
         """Called when a checkpoint of other runs was removed and the run group starts again."""
 
 
-EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
-
-
 class CallbackList(Callback):
-    """Call several callbacks in order; an object that has some of the events' methods is a callback too."""
+    """Call several callbacks in order."""
 
-    def __init__(self, callbacks: Iterable[Any]) -> None:
-        self.callbacks: list[Callback] = []
-        for given in callbacks:
-            events = [event for event in EVENTS if hasattr(given, event)]
-            if not events or isinstance(given, type):
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self.callbacks = list(callbacks)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
                 raise TypeError(
-                    f"Expected callbacks with a method such as on_epoch_end(run, progress), but got {given!r}. "
-                    "Give an object of a class derived from torchace.lab.Callback."
+                    f"Expected callbacks of a class derived from torchace.lab.Callback, but got {callback!r}."
                 )
-            callback = given if isinstance(given, Callback) else Callback()
-            if callback is not given:
-                vars(callback).update({event: getattr(given, event) for event in events})
-            self.callbacks.append(callback)
-        for event in EVENTS:
-            setattr(self, event, partial(self._call, event))
+        for event in vars(Callback):
+            if event.startswith("on_"):
+                setattr(self, event, partial(self._call, event))
 
     def _call(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
@@ -107,10 +97,10 @@ class CallbackList(Callback):
 
 
 class EventLog(Callback):
-    """Append events with their time to `log.jsonl`; a partial last line of a killed process is removed first."""
+    """Append events with their time to `log.jsonl`."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self.file = directory / "log.jsonl"
         self._last: dict[str, float] = {}
         self._is_open = False
 
@@ -150,29 +140,18 @@ class EventLog(Callback):
         self._write("restarted", job=group.id)
 
     def _write(self, event: str, **content: Any) -> None:
+        if not self._is_open:
+            _remove_partial_line(self.file)
+            self._is_open = True
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": now, "event": event, **content}, ensure_ascii=False)
-        log = self.directory / LOG
-        with open(log, "ab") as file:
-            if not self._is_open:
-                remove_partial_line(log)
-                self._is_open = True
-            file.write(f"{line}\n".encode())
+        with open(self.file, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": now, "event": event, **content}, ensure_ascii=False) + "\n")
 
 
-def remove_partial_line(path: Path) -> None:
-    """Truncate a file after its last newline."""
-    with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - BLOCK)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        file.truncate(end)
+def _remove_partial_line(file: Path) -> None:
+    """Truncate a file that a killed process left after its last whole line."""
+    if file.exists():
+        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
 
 
 class Tracker(Callback):
@@ -205,15 +184,12 @@ class Tracker(Callback):
     def parameters(self, run: RunKey) -> dict[str, Any]:
         """Settings of a run: those of its arm, λ and seed."""
         arm = next(arm for arm in self.experiment.complete_arms() if arm.name == run.arm)
-        sections = arm.model_dump(mode="json", include={"data", "model", "train"})
-        found = {f"{section}.{key}": v for section, values in sections.items() for key, v in values.items()}
-        return {**found, **{key: v for key, v in asdict(run).items() if v is not None}}
+        common = flatten(arm.model_dump(mode="json", include={"data", "model", "train"}))
+        return {**common, **{key: value for key, value in asdict(run).items() if value is not None}}
 
 
-class CSV(Tracker):
+class _CSV(Tracker):
     """Append to `metrics.csv` in the run directory, one metric per row; a repeated epoch adds no rows."""
-
-    COLUMNS = ("run", "arm", "diversity", "seed", *AXES, "step", "metric", "value")
 
     def __init__(self, directory: Path, experiment: Experiment) -> None:
         super().__init__(directory, experiment)
@@ -221,61 +197,50 @@ class CSV(Tracker):
         self._written: set[tuple[str, str, str]] | None = None  # run, step, metric
 
     def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
-        """Append rows."""
         if self._written is None:
-            self._written = self._read()
+            _remove_partial_line(self.file)
+            with open(self.file, "a+", newline="", encoding="utf-8") as file:
+                file.seek(0)
+                self._written = {(row["run"], row["step"], row["metric"]) for row in csv.DictReader(file)}
         with open(self.file, "a", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             if file.tell() == 0:
-                writer.writerow(self.COLUMNS)
+                writer.writerow(("run", "arm", "diversity", "seed", *AXES, "step", "metric", "value"))
             for name, value in metrics.items():
                 key = (run.id, str(step), name)
                 if key not in self._written:
                     self._written.add(key)
                     writer.writerow((run.id, *astuple(run), step, name, value))
 
-    def _read(self) -> set[tuple[str, str, str]]:
-        if not self.file.exists():
-            return set()
-        remove_partial_line(self.file)
-        with open(self.file, newline="", encoding="utf-8") as file:
-            return {(row["run"], row["step"], row["metric"]) for row in csv.DictReader(file)}
 
-
-class TensorBoard(Tracker):
+class _TensorBoard(Tracker):
     """Write scalars to `tensorboard/RUN` in the run directory."""
 
     def __init__(self, directory: Path, experiment: Experiment) -> None:
         super().__init__(directory, experiment)
         _import("tensorboard")
-        self._make = import_module("torch.utils.tensorboard").SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make = SummaryWriter
         self._writers: dict[str, Any] = {}
 
     def on_step(self, run: RunKey, progress: RunProgress) -> None:
-        """Write the running training score."""
         metrics = {name.replace("train_", "train/running_"): value for name, value in progress.metrics.items()}
         self.log(run, progress.step, metrics)
 
-    def on_epoch_end(self, run: RunKey, progress: RunProgress) -> None:
-        """Write the scores of an epoch to the disk."""
-        super().on_epoch_end(run, progress)
-        if run.id in self._writers:
-            self._writers[run.id].flush()
-
     def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
-        """Write scalars."""
         if run.id not in self._writers:
             # replaces the events that an interrupted process wrote after this step
-            self._writers[run.id] = self._make(str(self.directory / "tensorboard" / run.id), purge_step=step)
+            folder = str(self.directory / "tensorboard" / run.id)
+            self._writers[run.id] = self._make(folder, purge_step=step, flush_secs=10)
         for name, value in metrics.items():
             self._writers[run.id].add_scalar(name, value, step)
 
     def close(self, run: RunKey, *, failed: bool) -> None:
-        """Close the writer."""
         self._writers.pop(run.id).close()
 
 
-class MLflow(Tracker):
+class _MLflow(Tracker):
     """Write an MLflow run for each run, in an experiment of the sweep's name.
 
     The store is MLflow's tracking URI if one is set, else `mlflow.db` in the run directory. A resumed run continues
@@ -286,44 +251,34 @@ class MLflow(Tracker):
         super().__init__(directory, experiment)
         self._mlflow = _import("mlflow")
         self._client: Any = None
-        self._experiment = ""
         self._ids: dict[str, str] = {}
 
     def on_run_start(self, run: RunKey) -> None:
-        """Create the MLflow run, or find that of an interrupted sweep."""
         if self._client is None:
-            self._connect()
-        tags = {"torchace.id": self.identify(run), "torchace.directory": str(self.directory.resolve())}
-        condition = f"tags.`torchace.id` = '{tags['torchace.id']}'"
-        found = self._client.search_runs([self._experiment], condition, max_results=1)
-        if found:
-            self._ids[run.id] = found[0].info.run_id
+            here = f"sqlite:///{self.directory.resolve() / 'mlflow.db'}"
+            self._client = self._mlflow.MlflowClient(None if self._mlflow.is_tracking_uri_set() else here)
+        name, tag = self.experiment.name, self.identify(run)
+        found = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        if earlier := self._client.search_runs([experiment], f"tags.`torchace.id` = '{tag}'", max_results=1):
+            self._ids[run.id] = earlier[0].info.run_id
             self._client.update_run(self._ids[run.id], status="RUNNING")
             return
-        created = self._client.create_run(self._experiment, tags=tags, run_name=run.id)
-        self._ids[run.id] = created.info.run_id
+        tags = {"torchace.id": tag, "torchace.directory": str(self.directory.resolve())}
+        self._ids[run.id] = self._client.create_run(experiment, tags=tags, run_name=run.id).info.run_id
         parameters = [self._mlflow.entities.Param(k, str(v)) for k, v in self.parameters(run).items()]
         self._client.log_batch(self._ids[run.id], params=parameters)
 
     def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
-        """Write metrics."""
         now = int(time.time() * 1000)
         entries = [self._mlflow.entities.Metric(name, value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._ids[run.id], metrics=entries)
 
     def close(self, run: RunKey, *, failed: bool) -> None:
-        """End the MLflow run."""
         self._client.set_terminated(self._ids.pop(run.id), "FAILED" if failed else "FINISHED")
 
-    def _connect(self) -> None:
-        uri = None if self._mlflow.is_tracking_uri_set() else f"sqlite:///{self.directory.resolve() / 'mlflow.db'}"
-        self._client = self._mlflow.MlflowClient(uri)
-        name = self.experiment.name
-        found = self._client.get_experiment_by_name(name)
-        self._experiment = self._client.create_experiment(name) if found is None else found.experiment_id
 
-
-class WandB(Tracker):
+class _WandB(Tracker):
     """Write a Weights & Biases run for each run, in the project `WANDB_PROJECT` or one of the sweep's name.
 
     Files are in `wandb` in the run directory; with `WANDB_MODE=offline` nothing is sent.
@@ -335,7 +290,6 @@ class WandB(Tracker):
         self._runs: dict[str, Any] = {}
 
     def on_run_start(self, run: RunKey) -> None:
-        """Start or continue the W&B run."""
         self._runs[run.id] = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT") or self.experiment.name,
             group=self.directory.name,
@@ -349,24 +303,23 @@ class WandB(Tracker):
         )
 
     def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
-        """Write metrics."""
         self._runs[run.id].log(dict(metrics), step=step)
 
     def close(self, run: RunKey, *, failed: bool) -> None:
-        """End the W&B run."""
         self._runs.pop(run.id).finish(exit_code=int(failed))
 
 
-TRACKERS: dict[str, type[Tracker]] = {"csv": CSV, "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
+TRACKERS: dict[str, type[Tracker]] = {"csv": _CSV, "tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _WandB}
 
 
 def make_callbacks(callbacks: Iterable[Any], directory: Path, experiment: Experiment) -> CallbackList:
     """Callbacks of a sweep; names of trackers stand for trackers in the run directory."""
-    callbacks = list(callbacks)
-    for name in callbacks:
-        if isinstance(name, str) and name not in TRACKERS:
-            raise ValueError(f"Expected a tracker out of {', '.join(TRACKERS)}, but got {name!r}.")
-    return CallbackList(TRACKERS[c](directory, experiment) if isinstance(c, str) else c for c in callbacks)
+    found = []
+    for given in callbacks:
+        if isinstance(given, str) and given not in TRACKERS:
+            raise ValueError(f"Expected a tracker out of {', '.join(TRACKERS)}, but got {given!r}.")
+        found.append(TRACKERS[given](directory, experiment) if isinstance(given, str) else given)
+    return CallbackList(found)
 
 
 def _import(name: str) -> Any:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -34,7 +32,6 @@ from torchace.lab.training.distributed import (
     check_same,
     connect,
     is_launched,
-    parse_layout,
     should_report,
 )
 from torchace.lab.training.evaluate import compute_metrics, evaluate, predict_logits
@@ -71,7 +68,6 @@ class Executor:
     """Train run groups one after another in this process."""
 
     is_first = True  # False for the other ranks, which only train
-    is_concurrent = False  # whether the times of groups overlap
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
@@ -82,7 +78,6 @@ class Executor:
         for name, arm in arms.items():
             same = next((data for data in loaded.values() if data.section == arm.data), None)
             loaded[name] = same or LoadedData.load(arm.data, self.device, components[name])
-            loaded[name].check_batch_size(arm)
         return loaded
 
     def broadcast(self, content: Any) -> Any:
@@ -93,39 +88,28 @@ class Executor:
         """Return the hardware that runs are trained on."""
         return hardware(self.device)
 
-    def train(
-        self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop
-    ) -> Iterator[tuple[GroupPlan | None, float]]:
-        """Train and store run groups; yield each finished group with its seconds, interrupted attempts included.
-
-        A concurrent executor yields the seconds since the previous group, or None for seconds without a group.
-        """
+    def train(self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop) -> Iterator[GroupPlan]:
+        """Train and store run groups; yield each finished group."""
         for group in groups:
             callback.on_group_start(group)
-            yield group, train_group(plan, group, callback, stop)
+            train_group(plan, group, callback, stop)
+            yield group
 
 
 @contextmanager
 def make_executor(
-    experiment: Experiment,
-    directory: Path,  # the run directory, for messages
-    device: str,
-    *,
-    ray: str | None,
-    parallel: str | None,
-    rank: int | None,
-    stop: Stop = lambda: False,
+    experiment: Experiment, device: str, *, ray: str | None, parallel: str | None, rank: int | None
 ) -> Iterator[Executor]:
     """Yield the executor of a sweep: this process, all ranks of torchrun (`rank` of them), or a Ray cluster.
 
-    `parallel` is what the ranks split, see `parse_layout`; `stop` ends the wait for a Ray worker.
+    `parallel` is what the ranks split, see `parse_layout`.
     """
     if ray is not None:
         if rank is not None:
             raise ValueError("Expected torchrun or --ray, but got both: Ray starts its own processes.")
         from torchace.lab.sweeps.ray import connect_ray
 
-        with connect_ray(ray, device, directory, stop) as executor:
+        with connect_ray(ray, device) as executor:
             yield executor
     elif rank is None:
         yield Executor(resolve_device(device))
@@ -133,8 +117,8 @@ def make_executor(
         yield RankExecutor(experiment, resolve_device(device), parallel)
 
 
-def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: Ranks = ALONE) -> float:
-    """Train a run group from its checkpoint, evaluate and store its runs; return the seconds of all attempts.
+def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: Ranks = ALONE) -> None:
+    """Train a run group from its checkpoint, evaluate and store its runs.
 
     `stop` is checked between steps; if True, a checkpoint is saved and `Interrupted` is raised.
     """
@@ -164,18 +148,19 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         on_epoch_end=partial(callback.on_group_epoch_end, group),
         stop=stop,
     )
-    start = time.monotonic()
     test = predict_logits(network, data.chunks(arm, data.dataset.test))
     validation = None if data.validation is None else predict_logits(network, data.chunks(arm, data.validation))
     trained = gather_network(network)
     if trained is None:  # only the first rank writes
-        return 0.0
+        return
     extra = named_metrics(plan.components[group.arm].metrics, config.task)
     keeps_weights = _keeps_weights(plan, arm, trained)
     for r, run in enumerate(group.runs):
         if plan.store.is_finished(run):
             continue
-        failure = fitted.failures.get(r) or _nonfinite_failure(test[0][r], config.steps)
+        failure, nonfinite = fitted.failures.get(r), (~test[0][r].isfinite()).flatten(1).any(1)  # (K,)
+        if failure is None and nonfinite.any():  # after the last step
+            failure = Failure(message=NONFINITE, member=int(nonfinite.nonzero()[0]), step=config.steps)
         metrics, arrays = None, dict[str, Tensor]()
         if failure is None:
             scored = evaluate(test[0][r], test[1], data.images, task=config.task)
@@ -206,7 +191,6 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         )
         plan.store.write_result(result, arrays, weights if keeps_weights else None)
     checkpoints.remove()
-    return fitted.seconds + time.monotonic() - start
 
 
 def _history(fitted: FitResult, run: int, task: str) -> tuple[dict[str, Any], ...]:
@@ -245,28 +229,16 @@ def _keeps_weights(plan: Plan, arm: Arm, network: RunGroup) -> bool:
     return size * len(arm.diversities) * len(sweep.seeds) <= KEPT_BYTES
 
 
-def _nonfinite_failure(logits: Tensor, steps: int) -> Failure | None:
-    """Return a failure if the logits `(K, N, C)` after the last step are not finite."""
-    bad = (~torch.isfinite(logits)).flatten(1).any(1).nonzero().flatten().tolist()
-    return Failure(message=NONFINITE, member=bad[0], step=steps) if bad else None
-
-
 @contextmanager
 def process_group(parallel: str | None) -> Iterator[int | None]:
     """Join torchrun's process group and yield the rank; None for a single process.
 
     An error that several ranks have is raised on one of them only.
     """
-    if not is_launched():
-        if parallel is not None:
-            raise ValueError(
-                "--parallel needs several processes: torchrun --nproc-per-node=N -m torchace run ... "
-                f"--parallel {parallel}."
-            )
-        yield None
-        return
-    if int(os.environ["WORLD_SIZE"]) == 1:
-        parse_layout(parallel or "data", 1)
+    if parallel is not None and not is_launched():
+        command = f"torchrun --nproc-per-node=N -m torchace run ... --parallel {parallel}"
+        raise ValueError(f"--parallel needs several processes: {command}.")
+    if not is_launched() or int(os.environ["WORLD_SIZE"]) == 1:
         yield None
         return
     store = connect()
@@ -309,10 +281,8 @@ class RankExecutor(Executor):
         if device == "cuda":
             local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
             if local >= count:
-                raise ValueError(
-                    f"Expected a GPU for each process, but this machine has {count}. "
-                    f"Use --nproc-per-node={count}, or --device cpu."
-                )
+                remedy = f"Use --nproc-per-node={count}, or --device cpu."
+                raise ValueError(f"Expected a GPU for each process, but this machine has {count}. {remedy}")
             device = f"cuda:{local}"
         elif device.startswith("cuda"):
             backend = "gloo"  # NCCL refuses processes that share a GPU
@@ -339,9 +309,7 @@ class RankExecutor(Executor):
         """Return the hardware of this rank and the number of processes."""
         return {**super().hardware(), "processes": self.ranks.size}
 
-    def train(
-        self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop
-    ) -> Iterator[tuple[GroupPlan | None, float]]:
+    def train(self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop) -> Iterator[GroupPlan]:
         """Train run groups; ranks other than the first receive them."""
         if not self.is_first:
             while (content := self.ranks.broadcast()) is not None:
@@ -351,30 +319,21 @@ class RankExecutor(Executor):
         for group in groups:
             self.ranks.broadcast(asdict(group))
             callback.on_group_start(group)
-            yield group, train_group(plan, group, callback, stop, self.ranks)
+            train_group(plan, group, callback, stop, self.ranks)
+            yield group
         self.ranks.broadcast(None)
 
 
 def _check(arm: Arm, ranks: Ranks) -> None:
-    if arm.train.batch_size < ranks.data:
-        raise ConfigError(
-            f"train.batch_size: expected at least {ranks.data}, one sample for each rank, but got "
-            f"{arm.train.batch_size}."
-        )
-    if ranks.members == 1:
-        return
-    if arm.model.kind != "separate":
-        raise ConfigError(
-            f"model.kind: the members of {arm.model.kind!r} share a trunk and cannot be spread over ranks; "
-            "use --parallel data."
-        )
-    if arm.model.num_members < ranks.members:
-        raise ConfigError(
-            f"model.num_members: expected at least {ranks.members}, one member for each rank, but got "
-            f"{arm.model.num_members}. Use fewer ranks, or --parallel {arm.model.num_members}xD to split the batch too."
-        )
-    if not arm.train.detach_others:
-        raise ConfigError(
-            "train.detach_others: expected true, because members on other ranks receive no gradient, but got false. "
-            "Set detach_others = true, or use --parallel data."
-        )
+    """Refuse an arm that cannot be spread over the ranks."""
+    model, train, problem = arm.model, arm.train, ""
+    if train.batch_size < ranks.data:
+        problem = f"train.batch_size: expected a sample for each of {ranks.data} ranks, but got {train.batch_size}"
+    elif ranks.members > 1 and model.kind != "separate":
+        problem = f"model.kind: members of {model.kind!r} share a trunk and cannot be spread over ranks"
+    elif ranks.members > 1 and model.num_members < ranks.members:
+        problem = f"model.num_members: expected a member for each of {ranks.members} ranks, but got {model.num_members}"
+    elif ranks.members > 1 and not train.detach_others:
+        problem = "train.detach_others: expected true, because members on other ranks receive no gradient"
+    if problem:
+        raise ConfigError(f"{problem}. Change it, or use fewer ranks or --parallel data.")

@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Sequence
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torchace.nn.architecture import enclosed_values, global_names
 
 HASHED_ROWS = 65_536  # of a tensor
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, np.generic, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, np.generic, torch.dtype, torch.device, PurePath)
 
 
 def object_name(value: Any) -> str:
@@ -34,9 +35,7 @@ def source_digest(function: Any) -> str:
 
     Without a source file, as in an interpreter, the hash is of the bytecode and its constants.
     """
-    digest = hashlib.sha256()
-    _update(digest, function, set())
-    return digest.hexdigest()
+    return hashlib.sha256(repr(_describe(function, set())).encode()).hexdigest()
 
 
 def tensor_digest(tensors: Sequence[Tensor]) -> str:
@@ -50,66 +49,53 @@ def tensor_digest(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _update(digest: Any, value: Any, seen: set[int]) -> None:
+def _describe(value: Any, seen: set[int]) -> Any:
+    """Return nested lists and text that identify a value."""
     if isinstance(value, _PLAIN):
-        digest.update(repr(value).encode())
-    elif isinstance(value, os.PathLike):
-        digest.update(os.fspath(value).encode())
-    elif isinstance(value, (set, frozenset)):
-        _update(digest, sorted(value, key=repr), seen)
-    elif isinstance(value, (list, tuple)):
-        digest.update(f"{type(value).__name__} {len(value)}".encode())
-        for item in value:
-            _update(digest, item, seen)
-    elif isinstance(value, dict):
-        for key in sorted(value, key=repr):
-            _update(digest, (repr(key), value[key]), seen)
-    elif id(value) in seen:
-        return
-    else:
-        seen.add(id(value))
-        _update_object(digest, value, seen)
-
-
-def _update_object(digest: Any, value: Any, seen: set[int]) -> None:
-    if isinstance(value, partial):
-        _update(digest, [value.func, value.args, value.keywords], seen)
-    elif isinstance(value, types.MethodType):
-        _update(digest, [value.__func__, value.__self__], seen)
-    elif isinstance(value, types.FunctionType):
-        _update_function(digest, value, seen)
-    elif isinstance(value, type):
-        digest.update(_source(value) or f"{value.__module__}:{value.__qualname__}".encode())
-        inner = [item for item in vars(value).values() if isinstance(item, types.FunctionType)]
-        own = [base for base in value.__bases__ if _is_own(base, value.__module__)]
-        if value.__module__.partition(".")[0] not in ("torch", "torchace", "builtins"):
-            _update(digest, [own, inner], seen)
-    elif isinstance(value, Tensor | np.ndarray):
-        digest.update(_tensor_bytes(value))
-    else:  # an object with methods, or a value in a closure
-        digest.update(object_name(value).encode())
-        if callable(value) or _is_own(type(value), ""):
-            _update(digest, [type(value), _attributes(value)], seen)
-
-
-def _tensor_bytes(value: Tensor | np.ndarray[Any, Any]) -> bytes:
+        return repr(value)
+    if isinstance(value, set | frozenset):  # sets have no fixed order
+        return sorted(map(repr, value))
+    if isinstance(value, dict):
+        return [(key, _describe(value[key], seen)) for key in sorted(value, key=repr)]
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *(_describe(item, seen) for item in value)]
+    if isinstance(value, types.CodeType):
+        return [value.co_code, value.co_names, _describe(value.co_consts, seen)]
+    if isinstance(value, Tensor):
+        return tensor_digest([value.to_dense()])
     if isinstance(value, np.ndarray):
-        return f"{value.shape} {value.dtype}".encode() + value.tobytes()
-    is_dense = value.layout is torch.strided and not value.is_meta
-    return (tensor_digest([value]) if is_dense else f"{tuple(value.shape)} {value.dtype}").encode()
+        return [value.shape, str(value.dtype), hashlib.sha256(value.tobytes()).hexdigest()]
+    if id(value) in seen:
+        return "seen"
+    seen.add(id(value))
+    if isinstance(value, partial):
+        return _describe([value.func, value.args, value.keywords], seen)
+    if isinstance(value, types.MethodType):
+        return _describe([value.__func__, value.__self__], seen)
+    if isinstance(value, types.FunctionType):
+        return _describe_function(value, seen)
+    if isinstance(value, type):
+        if not _is_own(value):
+            return object_name(value)
+        methods = [item for item in vars(value).values() if isinstance(item, types.FunctionType)]
+        return [_source(value), _describe([*filter(_is_own, value.__bases__), *methods], seen)]
+    if callable(value) or _is_own(type(value)):
+        return [object_name(value), _describe([type(value), _attributes(value)], seen)]
+    return object_name(value)
 
 
-def _update_function(digest: Any, function: types.FunctionType, seen: set[int]) -> None:
-    source, code = _source(function), function.__code__
-    digest.update(source)
+def _describe_function(function: types.FunctionType, seen: set[int]) -> list[Any]:
+    """Return the source, default values, and the user's objects that a function uses."""
+    code = function.__code__
+    source = _source(function)
     if not source or function.__name__ == "<lambda>":  # a line may have several
-        _update_code(digest, code)
-    _update(digest, [function.__defaults__, function.__kwdefaults__, enclosed_values(function)], seen)
+        source = [source, _describe(code, seen)]
+    values = [function.__defaults__, function.__kwdefaults__, enclosed_values(function)]
     names = sorted(set(global_names(code)))
     used = [function.__globals__.get(name) for name in names]
     modules = [item for item in used if isinstance(item, types.ModuleType) and _is_local(item.__name__)]
     used += [getattr(module, name, None) for module in modules for name in names]
-    _update(digest, [item for item in used if _is_own(item, function.__module__)], seen)
+    return [source, _describe([*values, *filter(_is_own, used)], seen)]
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -123,29 +109,18 @@ def _attributes(value: Any) -> dict[str, Any]:
     return {**public, **value.state_dict()}
 
 
-def _source(value: Any) -> bytes:
+def _source(value: Any) -> Any:
     try:
-        return inspect.getsource(value).encode()
+        return inspect.getsource(value)
     except (OSError, TypeError):
-        return b""
+        return ""
 
 
-def _update_code(digest: Any, code: types.CodeType) -> None:
-    digest.update(code.co_code)
-    digest.update(repr(code.co_names).encode())
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            _update_code(digest, constant)
-        else:  # sets have no fixed order
-            digest.update(repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant).encode())
-
-
-def _is_own(value: Any, module: str) -> bool:
-    """Whether a value is a number, text or list, or is defined in this module or in the user's other files."""
+def _is_own(value: Any) -> bool:
+    """Whether a value is a number, text, list or tensor, or is defined in a file of the user."""
     if isinstance(value, (*_PLAIN, list, tuple, dict, set, Tensor, np.ndarray)):
         return True
-    defined = getattr(value, "__module__", None)
-    return isinstance(defined, str) and (defined == module or _is_local(defined))
+    return _is_local(getattr(value, "__module__", None) or "")
 
 
 def _is_local(module: str) -> bool:

@@ -47,11 +47,10 @@ class LoadedData:
         validation = dataset.validation
         for note in dataset.notes:
             warnings.warn(note, stacklevel=2)
-        available = len(dataset.train)
         if section.limit is not None:
-            if section.limit > available:
+            if section.limit > len(dataset.train):
                 raise ConfigError(
-                    f"data.limit: expected at most {available}, the training samples of {dataset.name}, "
+                    f"data.limit: expected at most {len(dataset.train)}, the training samples of {dataset.name}, "
                     f"but got {section.limit}."
                 )
             # files may be sorted; image sets are shuffled, and results with their first images are published
@@ -60,13 +59,13 @@ class LoadedData:
             else:
                 train = random_subset(dataset.train, section.limit, seed=0)
             dataset = replace(dataset, train=train)
-            available = section.limit
         if section.validation:
             if validation is not None:
                 raise ConfigError(
                     f"data.validation: expected no fraction, as {dataset.name} has validation data, but got "
                     f"{section.validation:g}."
                 )
+            available = len(dataset.train)
             size = round(section.validation * available)
             if not 0 < size < available:
                 raise ConfigError(
@@ -84,13 +83,9 @@ class LoadedData:
         pixels, scale = self.dataset.test.x, self.dataset.max_value
         if self.dataset.image_shape is None or isinstance(self.dataset.test, StreamedSplit):
             return None
-        if scale is None:
-            if pixels.min() < 0 or pixels.max() > 1:  # normalized already
-                return None
-            scale = 1
-        if scale != 255:
-            pixels = (pixels.float() * (255 / scale)).round().clamp(0, 255).to(torch.uint8)
-        return pixels.to(self.device)
+        if scale is None and (pixels.min() < 0 or pixels.max() > 1):  # normalized already
+            return None
+        return (pixels.float() * (255 / (scale or 1))).round().clamp(0, 255).to(self.device, torch.uint8)
 
     def summary(self) -> DataSummary:
         """Return the description for result files."""
@@ -133,14 +128,6 @@ class LoadedData:
             else:
                 digests[name] = tensor_digest([*input_tensors(split.x), split.y])
         return digests
-
-    def check_batch_size(self, arm: Arm) -> None:
-        """Refuse batches larger than a built-in training set; a user's own data become one batch instead."""
-        available = len(self.dataset.train)
-        if _is_builtin(self.section) and arm.train.batch_size > available:
-            raise ConfigError(
-                f"train.batch_size: expected at most {available}, the training samples, but got {arm.train.batch_size}."
-            )
 
     def batches(self, arm: Arm) -> Batches:
         """Return the training batches of an arm."""
@@ -218,10 +205,9 @@ def _load_dataset(section: DataSection, device: str, components: Components) -> 
             reason = f"{type(error).__name__}: {error_reason(error)}"
             raise ConfigError(f"data.factory: {name} failed with {reason}.") from error
     if not isinstance(given, tuple | list) or len(given) not in (2, 3):
-        got = f"{len(given)} values" if isinstance(given, tuple | list) else type(given).__name__
         raise ConfigError(
             f"data.factory: expected {name} to return (train, test) or (train, validation, test), but it returned "
-            f"{got}."
+            f"{type(given).__name__}{f' of {len(given)}' if isinstance(given, tuple | list) else ''}."
         )
     train, *validation, test = given
     return make_dataset(train, test, options, name, *validation)

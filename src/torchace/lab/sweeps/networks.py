@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from torchace.lab.data import Dataset, hashed_key
 from torchace.lab.data.rng import use_seed
@@ -32,53 +31,51 @@ from torchace.nn.branching import branch
 
 @dataclass(frozen=True)
 class Factory:
-    """A user's function with the section that says how to use it."""
+    """A function that returns modules, with the section that says how to use it."""
 
     function: Callable[..., Any]
     model: ModelSection
     link: str
-    is_checked: bool = True  # whether to compare the architectures of its modules
 
     @property
     def name(self) -> str:
         """Name of the function, for messages."""
         return object_name(self.function).partition(":")[2]
 
-    def ensembles(self, seeds: Sequence[int], check: Callable[[int], None] = lambda parameters: None) -> list[Any]:
-        """Build one ensemble per seed, all of one architecture; `check` receives their total number of parameters."""
+    def ensembles(self, seeds: Sequence[int], check_size: Callable[[int], None]) -> list[Any]:
+        """Build one ensemble per seed, all of one architecture.
+
+        `check_size` receives the number of parameters of all runs after the first module is built.
+        """
         built: dict[int, tuple[EnsembleModule, nn.Module]] = {}
         for seed in dict.fromkeys(seeds):
-            built[seed] = self._ensemble(seed, lambda parameters: check(parameters * len(seeds)))
+            built[seed] = self._ensemble(seed, lambda parameters: check_size(parameters * len(seeds)))
         self._check_members([module for _, module in built.values()])
         return [built[seed][0] for seed in seeds]
 
-    def _ensemble(self, seed: int, check: Callable[[int], None]) -> tuple[EnsembleModule, nn.Module]:
+    def _ensemble(self, seed: int, check_size: Callable[[int], None]) -> tuple[EnsembleModule, nn.Module]:
         """Build the ensemble of a seed; return it with the module of the factory's first call."""
-        model, link = self.model, self.link
-        if model.kind == "separate":
-            members: list[nn.Module] = []
-            for k in range(model.num_members):
-                with use_seed(hashed_key(seed, "member", k)):
-                    members.append(self.module())
-                if k == 0:
-                    check(count_parameters(members[0]) * model.num_members)
-            self._check_members(members)
-            self._warn_if_equal(members)
-            return Ensemble(members, link=link), members[0]
-        with use_seed(hashed_key(seed, "ensemble", 0)):
-            first = self.module(ensembles=True)
-            check(count_parameters(first))
-            return self._share(first), first
-
-    def _warn_if_equal(self, members: list[nn.Module]) -> None:
-        """Warn about members that start with the same weights: on shared batches they stay equal."""
+        num_members = self.model.num_members
+        if self.model.kind != "separate":
+            with use_seed(hashed_key(seed, "ensemble", 0)):
+                first = self.module(ensembles=True)
+                check_size(count_parameters(first))
+                return self._share(first), first
+        members: list[nn.Module] = []
+        for k in range(num_members):
+            with use_seed(hashed_key(seed, "member", k)):
+                members.append(self.module())
+            if k == 0:
+                check_size(count_parameters(members[0]) * num_members)
+        self._check_members(members)
         pairs = zip(members[0].parameters(), members[-1].parameters(), strict=True)
-        if len(members) > 1 and all(torch.equal(a, b) for a, b in pairs):
+        if num_members > 1 and all(torch.equal(a, b) for a, b in pairs):
             warnings.warn(
                 f"All members of {self.name} start with the same weights: without dropout they stay equal on shared "
                 "batches. Draw new weights inside the function, or use batches='exchanged'.",
                 stacklevel=2,
             )
+        return Ensemble(members, link=self.link), members[0]
 
     def _share(self, module: nn.Module) -> EnsembleModule:
         """Make an ensemble whose members share parts of a module, unless it is an ensemble."""
@@ -98,9 +95,8 @@ class Factory:
                 raise ConfigError("kind = 'branch' needs `at`, the name of the first layer that each member has alone.")
             return branch(module, num_members, at=model.at, reinitialize=self.module, link=link)
         options = model.model_dump(include={"layers", "freeze", "head"})
-        options["adapter"] = model.adapter_kind
         options |= {} if model.rank is None else {"rank": model.rank}
-        return adapt(module, num_members, link=link, **options)
+        return adapt(module, num_members, link=link, adapter=model.adapter_kind, **options)
 
     def module(self, ensembles: bool = False) -> nn.Module:
         """Call the function; refuse anything but a module."""
@@ -117,18 +113,9 @@ class Factory:
                 f"Expected {self.name} to return one member, but it returned the ensemble {type(module).__name__}. "
                 "Use kind='smoc' or kind='branch' for a function that returns an ensemble."
             )
-        if any(is_lazy(parameter) for parameter in module.parameters()):
-            raise ConfigError(
-                f"Expected {self.name} to return a module with weights, but it has lazy layers. Give their input "
-                "sizes, or call the module with a sample inside the function."
-            )
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ConfigError(f"Expected a module with parameters to train, but {self.name} returned one without any.")
         return module
 
     def _check_members(self, members: list[nn.Module]) -> None:
-        if not self.is_checked:
-            return
         if len({id(member) for member in members}) < len(members):
             raise ConfigError(
                 f"Expected {self.name} to return a new module at every call, but it returned the same one twice. "
@@ -144,7 +131,7 @@ class Factory:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no message'}"
 
 
 def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None:
@@ -163,19 +150,14 @@ def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None
         output = take_logits(output, f"The module of {factory.name}")
     except TypeError as error:
         raise ConfigError(str(error)) from None
-    shape = tuple(output.shape[1:]) if isinstance(module, EnsembleModule) else tuple(output.shape)
-    if shape == (len(y), num_outputs) or (num_outputs == 1 and shape == (len(y),)):
-        return
-    if len(shape) != 2 or shape[0] != len(y):
+    shape = tuple(output.shape[1:] if isinstance(module, EnsembleModule) else output.shape)
+    expected = (len(y), num_outputs)
+    if shape != expected and not (num_outputs == 1 and shape == expected[:1]):
+        hint = " Number the classes from 0 without gaps, or set num_classes." if factory.link == "softmax" else ""
         raise ConfigError(
-            f"Expected the module of {factory.name} to return (N, {num_outputs}), here ({len(y)}, {num_outputs}), but "
-            f"it returned {shape}."
+            f"Expected the module of {factory.name} to return (N, {num_outputs}), here {expected}, one output for each "
+            f"class or target, but it returned {shape}. Change its last layer.{hint}"
         )
-    remedy = ", number the classes from 0 without gaps, or set num_classes" if factory.link == "softmax" else ""
-    raise ConfigError(
-        f"Expected {num_outputs} output{'s' * (num_outputs != 1)} of the module of {factory.name}, one for each class "
-        f"or target, but it has {shape[1]}. Change its last layer{remedy}."
-    )
 
 
 MIN_COMPILED_STEPS = 20_000
@@ -214,13 +196,8 @@ def build_network(
 ) -> RunGroup:
     """Build a run group; initial weights depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
-    link = TASKS[arm.data.task].link
-    if components is None or components.member is None:
-        assert data is not None
-        check_memory(_count_run_parameters(arm.model, data) * len(seeds), dtype, device)  # before building any
-        factory = Factory(partial(_builtin, arm.model, data), arm.model, link, is_checked=False)
-    else:
-        factory = Factory(components.member, arm.model, link)
+    function = None if components is None else components.member
+    factory = Factory(function or partial(_builtin, arm.model, data), arm.model, TASKS[arm.data.task].link)
     ensembles = factory.ensembles(seeds, lambda parameters: check_memory(parameters, dtype, device))
     network = RunGroup(ensembles).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.factory is None and arm.model.network == "resnet":
@@ -232,13 +209,12 @@ def make_train_config(
     train: TrainSection, steps_per_epoch: int, task: str = "classification", components: Components | None = None
 ) -> TrainConfig:
     """Return the training section with epochs converted to steps, and with the optimizer of the components."""
-    own = None if components is None else components.optimizer
     settings = train.model_dump(include=_COPIED)
     for name in AXES:  # each run has its own value of a list
         settings[name] = settings[name][0] if isinstance(settings[name], list) else settings[name]
     return TrainConfig(
         task=task,
-        optimizer=train.optimizer if own is None else own,
+        optimizer=(components and components.optimizer) or train.optimizer,
         steps=train.steps if train.steps is not None else (train.epochs or 0) * steps_per_epoch,
         milestones=tuple(train.milestones),
         diversity_warmup_steps=round(train.diversity_warmup_epochs * steps_per_epoch),
@@ -282,36 +258,20 @@ def explain_network(network: RunGroup, x: Any) -> tuple[tuple[str, str, str], ..
     return tuple(rows[:MAX_LAYERS])
 
 
-def _network(model: ModelSection, data: Dataset, num_classes: int | None) -> nn.Module:
-    if model.network == "mlp":
-        return mlp(data.train.x[0].numel(), model.hidden, num_classes, dropout=model.dropout)
-    assert data.image_shape is not None
-    return cifar_resnet(model.depth, num_classes, width=model.width, in_channels=data.image_shape[0])
-
-
-def _builtin(model: ModelSection, data: Dataset) -> nn.Module:
+def _builtin(model: ModelSection, data: Dataset | None) -> nn.Module:
     """Return a built-in network: one member, or for SMOC the whole ensemble."""
-    if model.kind != "smoc":
-        network = _network(model, data, data.num_classes)
-        _scale(network.get_submodule("fc"), model.head_scale)
-        return network
-    trunk = _network(model, data, None)
-    features: int = trunk.num_features  # type: ignore[assignment]
-    smoc = SMOC(trunk, features, data.num_classes, model.num_members, model.rank)
-    _scale(smoc.head, model.head_scale)
-    return smoc
-
-
-def _count_run_parameters(model: ModelSection, data: Dataset) -> int:
-    """Return a lower bound of one run's parameters without allocating them."""
-    with torch.device("meta"):
-        network = _builtin(model, data)
+    assert data is not None
+    num_classes = None if model.kind == "smoc" else data.num_classes
+    if model.network == "mlp":
+        network: nn.Module = mlp(data.train.x[0].numel(), model.hidden, num_classes, dropout=model.dropout)
+    else:
+        assert data.image_shape is not None
+        network = cifar_resnet(model.depth, num_classes, width=model.width, in_channels=data.image_shape[0])
     if model.kind == "smoc":
-        return count_parameters(network)
-    if model.kind == "separate":
-        return model.num_members * count_parameters(network)
-    own = dict(network.named_modules()).get(model.at)  # at least this layer is separate for each member
-    return count_parameters(network) + (0 if own is None else (model.num_members - 1) * count_parameters(own))
+        features: int = network.num_features  # type: ignore[assignment]
+        network = SMOC(network, features, data.num_classes, model.num_members, model.rank)
+    _scale(network.get_submodule("head" if model.kind == "smoc" else "fc"), model.head_scale)
+    return network
 
 
 @torch.no_grad()

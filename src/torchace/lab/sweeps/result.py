@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import weakref
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +68,8 @@ class SweepResult:
         results, rows = self._results(), []
         names = {arm.name: arm.variant_of or arm.name for arm in results.arms}
         for run in results.runs:
-            row: dict[str, Any] = {"arm": run.arm, "diversity": run.diversity, "seed": run.seed, **run.settings}
-            row["arm"], row["status"] = names[run.arm], run.status
-            row |= results.scores(run, "test")
+            row: dict[str, Any] = {"arm": names[run.arm], "diversity": run.diversity, "seed": run.seed, **run.settings}
+            row |= {"status": run.status, **results.scores(run, "test")}
             row |= {f"validation_{key}": value for key, value in results.scores(run, "validation").items()}
             rows.append({**row, "steps": run.steps, "seconds": run.seconds, "parameters": run.parameters})
         frame = pd.DataFrame(rows)
@@ -84,9 +84,8 @@ class SweepResult:
         """
         import pandas as pd
 
-        results, rows = self._results(arrays=True), []
-        for arm in results.arms:
-            rows += [_row(results, arm, diversity) for diversity in results.diversities(arm)]
+        results = self._results(arrays=True)
+        rows = [_row(results, arm, diversity) for arm in results.arms for diversity in results.diversities(arm)]
         frame = pd.DataFrame(rows, columns=None if rows else _index(results))
         return frame.set_index(_index(results)).drop(columns="arm", errors="ignore")
 
@@ -181,21 +180,18 @@ class SweepResult:
         return f"Sweep of {join(parts)}, {count(len(results.runs), 'run')}"
 
     def __str__(self) -> str:
-        sentences = _sentences(self._results(arrays=True))
-        if len(table := self.table()):
+        sentences, table = _sentences(self._results(arrays=True)), self.table()
+        if len(table):
             shown = table[[key for key in table if not key.endswith("_sd")]]
             sentences.append(shown.to_string(float_format="{:.4g}".format, na_rep=""))
         return "\n".join([repr(self), *sentences])
 
     def _repr_html_(self) -> str:
         """Show the table and the main finding in a notebook."""
-        import html
-
-        sentences = _sentences(self._results(arrays=True))
-        found = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)
         table = self.table()
+        sentences = [f"<b>{escape(repr(self))}</b>", *map(escape, _sentences(self._results(arrays=True)))]
         shown = table.to_html(float_format="{:.4g}".format, border=0) if len(table) else ""
-        return f"<p><b>{html.escape(repr(self))}</b></p>{found}{shown}"
+        return "".join(f"<p>{sentence}</p>" for sentence in sentences) + shown
 
 
 def _sentences(results: Results) -> list[str]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import ArmSummary, ExperimentResult, Failure, GroupPlan, RunKey
 from torchace.lab.schema.values import AXES
-from torchace.lab.store import RunStore, RunStoreError
+from torchace.lab.store import RunStore, RunStoreError, flatten
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import Components, ConfigError, named_metrics, versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, count_run_parameters
@@ -37,7 +33,6 @@ from torchace.lab.training.tasks import TASKS
 from torchace.nn.optimizers import check_elementwise
 
 COMPONENTS = "components"  # key of the objects' fingerprints in `config`
-WRITE_EVERY = 1.0  # seconds between two writes of experiment.json
 
 
 @dataclass(frozen=True)
@@ -78,28 +73,17 @@ class Sweep:
             planned = wanted.union(*(group.runs for group in todo))
             done = {run for run in planned if store.is_finished(run)}
             callback.on_plan(len(done), len(planned))
-            if self.executor.is_concurrent:  # adds the time of earlier attempts
-                record = self._add_seconds(record, store, todo, None, 0.0)
-            written = time.monotonic()
-            try:
-                for group, seconds in self.executor.train(plan, todo, callback, stop):
-                    record = self._add_seconds(record, store, todo, group, seconds)
-                    if time.monotonic() - written >= WRITE_EVERY:
-                        store.write_experiment(record)
-                        written = time.monotonic()
-                    if group is not None:
-                        done.update(group.runs)
-                        for run in group.runs:
-                            if (result := store.result(run)) is not None:
-                                callback.on_run_end(run, result)
-                        callback.on_group_end(group, len(done))
-            except BaseException:
-                with suppress(OSError):  # keep the original error
-                    store.write_experiment(record)
-                raise
-            store.write_experiment(record)
-            failures = {run: store.failure(run) for run in sorted(wanted, key=lambda run: run.id)}
-            return {run: failure for run, failure in failures.items() if failure is not None}
+            seconds = record.seconds or 0.0
+            for group in self.executor.train(plan, todo, callback, stop):
+                done.update(group.runs)
+                for run in group.runs:
+                    if (result := store.result(run)) is not None:
+                        seconds += result.seconds or 0.0
+                        callback.on_run_end(run, result)
+                store.write_experiment(record.model_copy(update={"seconds": seconds}))
+                callback.on_group_end(group, len(done))
+            results = {run: store.result(run) for run in sorted(wanted, key=lambda run: run.id)}
+            return {run: result.failure for run, result in results.items() if result and result.failure}
 
     def _begin(self, store: RunStore, arms: list[ArmSummary], fingerprints: dict[str, Any]) -> ExperimentResult:
         """Write experiment.json, or check that the directory holds the same experiment."""
@@ -107,18 +91,13 @@ class Sweep:
         if any(fingerprints.values()):
             config[COMPONENTS] = fingerprints
         seeds = set(self.experiment.sweep.seeds)
-        started, seconds, counted = datetime.now(UTC).isoformat(timespec="seconds"), 0.0, {}
+        started, seconds = datetime.now(UTC).isoformat(timespec="seconds"), 0.0
         if (before := store.experiment()) is not None:
-            try:
-                _check_same(before.config, config, self.directory)
-            except (LookupError, TypeError, AttributeError) as error:
-                raise RunStoreError(
-                    f"experiment.json in {self.directory} is damaged. Choose another --out, or remove the directory."
-                ) from error
+            _check_same(before.config, config, self.directory)
             seeds |= set(before.seeds)
             earlier = {arm.name: arm for arm in before.arms}
             arms = [_merge(arm, earlier.get(arm.name, arm)) for arm in arms]
-            started, seconds, counted = before.started, before.seconds or 0.0, before.counted
+            started, seconds = before.started, before.seconds or 0.0
         data = arms[0].data
         assert data is not None
         record = ExperimentResult(
@@ -135,7 +114,6 @@ class Sweep:
             config=config,
             started=started,
             seconds=seconds,
-            counted=counted,
         )
         store.write_experiment(record)
         return record
@@ -157,25 +135,6 @@ class Sweep:
         if groups != before:
             plan.store.write_groups(groups)
         return groups
-
-    def _add_seconds(
-        self,
-        record: ExperimentResult,
-        store: RunStore,
-        groups: Sequence[GroupPlan],
-        group: GroupPlan | None,
-        seconds: float,
-    ) -> ExperimentResult:
-        """Add training time; `counted` holds the seconds of unfinished groups that are already included."""
-        counted = dict(record.counted)
-        if self.executor.is_concurrent:
-            in_checkpoints = store.checkpoint_seconds(groups)
-            if group is None and not seconds:
-                seconds = sum(max(0.0, spent - counted.get(name, 0.0)) for name, spent in in_checkpoints.items())
-            counted = in_checkpoints
-        elif group is not None:
-            seconds -= counted.pop(group.id, 0.0)
-        return record.model_copy(update={"seconds": (record.seconds or 0.0) + seconds, "counted": counted})
 
 
 def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary:
@@ -240,38 +199,22 @@ def _fingerprint(components: Components, data: LoadedData) -> dict[str, Any]:
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
     """Refuse to mix two experiments in one directory; seeds, λ and values of other axes may differ."""
-    content = {key: value for key, value in before.items() if key != COMPONENTS}
-    with suppress(ValidationError):  # an earlier version may lack some keys
-        content = Experiment.model_validate(content).model_dump(mode="json")
-    old, new = _flatten({**content, COMPONENTS: before.get(COMPONENTS, {})}), _flatten(now)
+    old, new = _comparable(before), _comparable(now)
     for key in sorted({*old, *new}):
         both_lists = isinstance(old.get(key), list) and isinstance(new.get(key), list)
         is_axis = key.endswith("diversities") or (both_lists and key.rpartition(".")[2] in AXES)
-        if old.get(key) == new.get(key) or is_axis or key.endswith(("data.stream", "data.num_workers")):
+        if old.get(key) == new.get(key) or is_axis or key.endswith(("data.stream", "data.num_workers", ".label")):
             continue
-        remedy = "Choose another --out, or remove the directory."
+        changed = f"{key} = {old.get(key)!r}, but now it is {new.get(key)!r}"
         if key.startswith(COMPONENTS):
-            _, _, kind, _ = key.split(".", 3)
+            kind = key.split(".")[2]
             names = {"member": "another factory of members", "data": "another data set", "metrics": "other metrics"}
-            raise RunStoreError(
-                f"{directory} holds runs with {names.get(kind, 'another ' + kind)} (its source, arguments or content "
-                f"changed). {remedy}"
-            )
-        raise RunStoreError(
-            f"{directory} holds runs with {key} = {old.get(key)!r}, but now it is {new.get(key)!r}. {remedy}"
-        )
+            changed = f"{names.get(kind, 'another ' + kind)} (its source, arguments or content changed)"
+        raise RunStoreError(f"{directory} holds runs with {changed}. Choose another --out, or remove the directory.")
 
 
-# settings that do not change the result of a run
-_FREE = {"sweep", "checkpoint", "title", "description", "paper"}
-
-
-def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a configuration to `section.key: value`; keys of an arm start with its name."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if key == "arms":
-            value = {arm["name"]: {k: v for k, v in arm.items() if k != "label"} for arm in value}
-        if key not in _FREE:
-            flat |= {f"{key}.{k}": v for k, v in _flatten(value).items()} if isinstance(value, dict) else {key: value}
-    return flat
+def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that change the result of a run, by `section.key`; keys of an arm start with its name."""
+    free = {"sweep", "checkpoint", "title", "description", "paper"}
+    arms = {arm["name"]: arm for arm in config.get("arms", ())}
+    return flatten({**{key: value for key, value in config.items() if key not in free}, "arms": arms})
