@@ -131,7 +131,6 @@ def test_first_trial_is_the_plan_at_diversity_0() -> None:
         ({"trials": -1}, "Expected `trials` to be at least 0"),
         ({"trials": 1, "num_seeds": 0}, "Expected `num_seeds` to be at least 1"),
         ({"trials": 1, "plan": replace(PLAN, batches="separate")}, "batches='separate'"),
-        ({"trials": 1, "train": Split(TRAIN.x.float(), TRAIN.y)}, "Expected `train`"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str, tmp_path: Path) -> None:
