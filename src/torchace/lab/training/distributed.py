@@ -155,51 +155,35 @@ class Ranks:
             states.append(load_safetensors(received.numpy().tobytes()))
         return states
 
-    def timer(self, stop: Callable[[], bool], save_every: float | None) -> Timer:
-        """Timer that agrees on all ranks."""
-        return (Timer if self.size == 1 else SyncedTimer)(stop, save_every)
-
 
 class Timer:
-    """Actions due at a step; updated before every step."""
+    """Actions due at a step; updated before every step.
 
-    def __init__(self, stop: Callable[[], bool], save_every: float | None) -> None:
-        self._stop, self._save_every = stop, save_every
-        self._saved, self._reported = time.monotonic(), 0.0
+    Several ranks synchronize every few steps: the first rank's clock decides; a stop signal to any rank stops all.
+    """
+
+    def __init__(self, stop: Callable[[], bool], save_every: float | None, num_ranks: int) -> None:
+        self._stop, self._save_every, self._num_ranks = stop, save_every, num_ranks
+        self._saved, self._reported, self._synced = time.monotonic(), 0.0, 0.0
+        self._interval = self._remaining = 0  # steps between two synchronizations, and until the next
         self.should_stop = self.should_save = self.should_report = False  # stop before, others after the step
 
     def update(self) -> None:
         """Read the clock and the stop signal."""
-        now = time.monotonic()
-        self.should_stop = self._stop()
-        self.should_save = self._save_every is not None and now - self._saved >= self._save_every
-        self.should_report = now - self._reported >= REPORT_EVERY
-
-    def mark_saved(self) -> None:
-        """Restart the interval of saving."""
-        self._saved = time.monotonic()
-
-    def mark_reported(self) -> None:
-        """Restart the interval of reporting."""
-        self._reported = time.monotonic()
-
-
-class SyncedTimer(Timer):
-    """Timer synchronized every few steps: the first rank's clock decides; a stop signal to any rank stops all."""
-
-    def __init__(self, stop: Callable[[], bool], save_every: float | None) -> None:
-        super().__init__(stop, save_every)
-        self._interval, self._remaining = 0, 1  # steps
-        self._synced = time.monotonic()
-
-    def update(self) -> None:
-        """Update the flags; synchronize if due."""
         self._remaining -= 1
         if self._remaining > 0:
             self.should_stop = self.should_save = self.should_report = False
             return
-        super().update()
         now = time.monotonic()
+        self.should_stop = self._stop()
+        self.should_save = self._save_every is not None and now - self._saved >= self._save_every
+        self.should_report = now - self._reported >= REPORT_EVERY
+        if self._num_ranks > 1:
+            self._synchronize(now)
+        if self.should_report:
+            self._reported = now
+
+    def _synchronize(self, now: float) -> None:
         interval = 1
         if self._interval:
             steps = round(SYNC_EVERY * self._interval / max(now - self._synced, 1e-6))
@@ -210,6 +194,10 @@ class SyncedTimer(Timer):
         self.should_save, self.should_report = bool(flags[0, 1]), bool(flags[0, 2])
         self._interval = self._remaining = int(flags[0, 3])
         self._synced = now
+
+    def mark_saved(self) -> None:
+        """Restart the interval of saving."""
+        self._saved = time.monotonic()
 
 
 def parse_layout(text: str, num_ranks: int) -> tuple[int, int]:
@@ -271,16 +259,12 @@ def check_same(arguments: Mapping[str, str]) -> None:
             )
 
 
-def should_report(store: Store, error: Exception) -> bool:
-    """Whether this rank prints its error: equal errors once, a lost connection only if no other error."""
-    message = "" if isinstance(error, RankLostError) else f"{type(error).__name__}: {error}"
-    key = hashlib.sha256(message.encode()).hexdigest()
+def should_report(store: Store) -> bool:
+    """Whether this rank prints its error: the first one does, others have the same or lost contact because of it."""
     try:
-        first_of_all = store.add("torchace reported", 1) == 1
-        first_of_these = store.add(f"torchace reported {key}", 1) == 1
+        return store.add("torchace reported", 1) == 1
     except RuntimeError:  # the store is gone
         return True
-    return first_of_all if isinstance(error, RankLostError) else first_of_these
 
 
 def _gather_axis(part: Tensor, axis: int, count: int, num_parts: int, group: Any) -> Tensor:

@@ -24,7 +24,7 @@ from torchace.lab.training.config import (
     set_learning_rates,
     split_parameters,
 )
-from torchace.lab.training.distributed import all_gather, detect_lost_rank
+from torchace.lab.training.distributed import Timer, all_gather, detect_lost_rank
 from torchace.lab.training.evaluate import EarlyStopping, ValidationSet
 from torchace.lab.training.run_group import RunGroup, nonfinite_member
 from torchace.lab.training.step import StepResult, TrainStep, graph_on_gpu
@@ -81,11 +81,10 @@ class Progress:
 
     def by_run(self) -> list[RunProgress]:
         """Progress of each run."""
-        held_out = self.held_out or [None] * len(self.score)
         found = []
-        for values in zip(self.score, held_out, strict=True):
-            scores = zip(("train", "validation"), values, strict=True)
-            metrics = {f"{split}_{self.metric}": value for split, value in scores if value is not None}
+        for train, validation in zip(self.score, self.held_out or [None] * len(self.score), strict=True):
+            scores = {f"train_{self.metric}": train, f"validation_{self.metric}": validation}
+            metrics = {name: value for name, value in scores.items() if value is not None}
             found.append(RunProgress(self.step, self.steps, self.epoch, metrics))
         return found
 
@@ -127,10 +126,8 @@ def fit(
     training = _Training(network, optimizer, config, validation, checkpoint_policy, batches.device)
     start = training.load()
     train_step = graph_on_gpu(TrainStep(network, optimizer, config, label_smoothing(configs, batches.device)))
-    every_steps, every_seconds = (
-        (None, None) if checkpoint_policy is None else (checkpoint_policy.every_steps, checkpoint_policy.every_seconds)
-    )
-    timer = network.ranks.timer(stop, every_seconds)
+    every_steps = None if checkpoint_policy is None else checkpoint_policy.every_steps
+    timer = Timer(stop, None if checkpoint_policy is None else checkpoint_policy.every_seconds, network.ranks.size)
     progress = partial(Progress, steps=config.steps, metric=TASKS[config.task].score_name)
     feed = BatchFeed(batches, seeds, network.total_members, config, mean_weight)
     diversity = torch.tensor(list(diversities), dtype=config.dtype, device=batches.device)
@@ -161,7 +158,6 @@ def fit(
         if timer.should_report:
             training.stats.share()
         if on_progress is not None and (timer.should_report or is_last_step):
-            timer.mark_reported()
             on_progress(progress(step=step + 1, epoch=epoch + 1, score=training.score()))
         is_due = every_steps is not None and (step + 1) % every_steps == 0
         if (timer.should_save or is_due) and not is_last_step:
@@ -229,8 +225,11 @@ class _Training:
 
     def record_failures(self) -> None:
         """Record new failures of any rank and stop those runs."""
-        self.stats.share()
-        for run, failure in self.stats.failures(self.active).items():
+        stats = self.stats
+        stats.share()
+        for run in ((stats.failed_step >= 0) & self.active).nonzero().flatten().tolist():
+            member = nonfinite_member(int(stats.failed_code[run]), self.network.total_members)
+            failure = Failure(message=NONFINITE, member=member, step=int(stats.failed_step[run]))
             self.result.failures[run] = failure
             self.active[run] = False
 
@@ -299,7 +298,7 @@ class EpochStats:
     """Sums over the steps of an epoch, on the device, and the first failure of each run."""
 
     def __init__(self, network: RunGroup, device: torch.device) -> None:
-        self.num_members, self.ranks = network.total_members, network.ranks
+        self.ranks = network.ranks
         self.sums = torch.zeros(network.num_runs, dtype=torch.float64, device=device)
         self.weights = torch.zeros_like(self.sums)  # relative to the training set's mean
         self.steps = 0
@@ -333,18 +332,6 @@ class EpochStats:
         codes = torch.where(steps == first, codes, torch.inf).amin(0)
         self.failed_step = torch.where(first == last, -1, first).long()
         self.failed_code = torch.where(first == last, -1, codes).long()
-
-    def failures(self, active: Tensor) -> dict[int, Failure]:
-        """Failures of active runs."""
-        runs = ((self.failed_step >= 0) & active).nonzero().flatten().tolist()
-        return {
-            run: Failure(
-                message=NONFINITE,
-                member=nonfinite_member(int(self.failed_code[run]), self.num_members),
-                step=int(self.failed_step[run]),
-            )
-            for run in runs
-        }
 
     def mean(self) -> list[float | None]:
         """Weighted mean score of each run; None if nonfinite or empty."""
