@@ -58,16 +58,13 @@ def shard_state(network: RunGroup, whole: Mapping[str, Tensor]) -> State:
 
 def gather_state(network: RunGroup, state: State) -> State | None:
     """Tensors of the whole group on the first rank, None on the others. Called by all ranks."""
-    parts = network.ranks.gather_tensors(state)
-    if parts is None or len(parts) == 1:
-        return None if parts is None else parts[0]
-    whole = {}
-    for name, value in parts[0].items():
-        if value.ndim:
-            runs = len(value) // network.num_members
-            value = torch.cat([part[name].unflatten(0, (runs, -1)) for part in parts], 1).flatten(0, 1)
-        whole[name] = value  # without axes: one number for all members, such as a step count
-    return whole
+    ranks, whole = network.ranks, dict(state)
+    for name, value in state.items() if ranks.members > 1 else ():
+        if value.ndim:  # else one number for all members, such as a step count
+            parts = value.detach().unflatten(0, (-1, network.num_members))
+            parts = ranks.gather_members(parts, network.total_members).flatten(0, 1)
+            whole[name] = parts.cpu() if ranks.is_first else value
+    return whole if ranks.is_first else None
 
 
 def gather_network(network: RunGroup) -> RunGroup | None:

@@ -115,10 +115,14 @@ class Ranks:
     @detect_lost_rank()
     def gather_logits(self, logits: Tensor, num_members: int, num_samples: int) -> Tensor:
         """Logits of all members on all samples, `(R, K, N, C)`, on every rank."""
-        logits = _gather_axis(logits, 1, num_members, self.members, self.members_group)
+        logits = self.gather_members(logits, num_members)
         if logits.shape[2] == num_samples:  # too few samples to split
             return logits
         return _gather_axis(logits, 2, num_samples, self.data, self.data_group)
+
+    def gather_members(self, values: Tensor, num_members: int) -> Tensor:
+        """Values `(R, K, ...)` of all members, on every rank."""
+        return _gather_axis(values, 1, num_members, self.members, self.members_group)
 
     @detect_lost_rank()
     def broadcast(self, content: Any = None) -> Any:
@@ -135,25 +139,6 @@ class Ranks:
             return tensors
         data = None if tensors is None else to_safetensors(tensors)
         return load_safetensors(broadcast_bytes(data, 0, dist.group.WORLD))  # type: ignore[arg-type]
-
-    @detect_lost_rank()
-    def gather_tensors(self, tensors: State) -> list[State] | None:
-        """On the first rank, tensors of each rank with other members; else None. Called by all ranks."""
-        if self.data_index != 0:
-            return None
-        if not self.is_first:
-            data = to_safetensors(tensors)
-            dist.send(torch.tensor(len(data)), 0)
-            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
-            return None
-        states = [{name: value.detach().cpu() for name, value in tensors.items()}]
-        for index in range(1, self.members):
-            size = torch.tensor(0)
-            dist.recv(size, index * self.data)
-            received = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(received, index * self.data)
-            states.append(load_safetensors(received.numpy().tobytes()))
-        return states
 
 
 class Timer:

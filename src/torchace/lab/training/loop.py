@@ -132,7 +132,7 @@ def fit(
     feed = BatchFeed(batches, seeds, network.total_members, config, mean_weight)
     diversity = torch.tensor(list(diversities), dtype=config.dtype, device=batches.device)
 
-    for step in range(start, config.steps if training.is_active() else start):
+    for step in range(start, config.steps if training.active.any() else start):
         timer.update()
         if timer.should_stop:
             training.save(step)
@@ -149,7 +149,7 @@ def fit(
         ends_epoch = is_last_step or within == batches.steps_per_epoch - 1
         if ends_epoch or training.stats.has_failure or step % CHECK_EVERY == CHECK_EVERY - 1:
             training.record_failures()
-            if not training.is_active():
+            if not training.active.any():
                 break
         if ends_epoch:
             training.end_epoch(epoch + 1, step + 1)
@@ -158,12 +158,13 @@ def fit(
         if timer.should_report:
             training.stats.share()
         if on_progress is not None and (timer.should_report or is_last_step):
-            on_progress(progress(step=step + 1, epoch=epoch + 1, score=training.score()))
+            score = training.result.history[-1]["score"] if ends_epoch else training.stats.mean()
+            on_progress(progress(step=step + 1, epoch=epoch + 1, score=score))
         is_due = every_steps is not None and (step + 1) % every_steps == 0
         if (timer.should_save or is_due) and not is_last_step:
             training.save(step + 1)
             timer.mark_saved()
-        if ends_epoch and not training.is_active():
+        if ends_epoch and not training.active.any():
             break
     return training.finish()
 
@@ -187,10 +188,6 @@ class _Training:
         self.active = torch.ones(network.num_runs, dtype=torch.bool, device=device)
         self.stats = EpochStats(network, device)
         self.start_time = time.monotonic()  # minus the seconds before a resume
-
-    def is_active(self) -> bool:
-        """Whether any run is still trained."""
-        return bool(self.active.any())
 
     def load(self) -> int:
         """Load the newest checkpoint; return the step to start with."""
@@ -236,15 +233,12 @@ class _Training:
     def end_epoch(self, epoch: int, step: int) -> None:
         """Add an epoch to the history and stop runs that do not improve."""
         entry: dict[str, Any] = {"epoch": epoch, "step": step, "score": self.stats.mean(), "held_out": None}
-        self.stats.reset()
+        self.stats.sums.zero_()
+        self.stats.weights.zero_()
         if self.early_stopping is not None:
             entry["held_out"], self.stopped = self.early_stopping.update(self.network, epoch, self.stopped)
             self.active &= ~torch.tensor(self.stopped, device=self.active.device)
         self.result.history.append(entry)
-
-    def score(self) -> list[float | None]:
-        """Scores of the epoch so far, or of the last one."""
-        return self.stats.mean() if self.stats.steps else self.result.history[-1]["score"]
 
     def finish(self) -> FitResult:
         """Restore the best weights and return the results."""
@@ -301,7 +295,6 @@ class EpochStats:
         self.ranks = network.ranks
         self.sums = torch.zeros(network.num_runs, dtype=torch.float64, device=device)
         self.weights = torch.zeros_like(self.sums)  # relative to the training set's mean
-        self.steps = 0
         self.has_failure = False  # of the last step, if known without a transfer
         self.failed_step = torch.full((network.num_runs,), -1, device=device)
         self.failed_code = torch.full((network.num_runs,), -1, device=device)  # see `first_nonfinite`
@@ -309,7 +302,6 @@ class EpochStats:
     def add(self, result: StepResult, step: int, weight: Tensor | None) -> None:
         """Add one step."""
         self.sums += result.score
-        self.steps += 1
         self.weights += 1.0 if weight is None else weight.flatten(1).mean(1)
         codes = result.nonfinite
         self.has_failure = codes is not None and codes.device.type == "cpu" and self.ranks.size == 1
@@ -337,20 +329,13 @@ class EpochStats:
         """Weighted mean score of each run; None if nonfinite or empty."""
         return [value if math.isfinite(value) else None for value in (self.sums / self.weights).tolist()]
 
-    def reset(self) -> None:
-        """Start a new epoch."""
-        self.sums.zero_()
-        self.weights.zero_()
-        self.steps = 0
-
     def state(self) -> dict[str, Any]:
         """Sums as JSON values."""
         sums = [repr(value) for value in self.sums.tolist()]  # text: JSON has no NaN
-        return {"sums": sums, "weights": self.weights.tolist(), "steps": self.steps}
+        return {"sums": sums, "weights": self.weights.tolist()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore `state`."""
-        self.steps = state["steps"]
         self.weights.copy_(torch.tensor(state["weights"], dtype=torch.float64))
         if self.ranks.is_first:  # has the sums of all ranks
             self.sums.copy_(torch.tensor([float(value) for value in state["sums"]], dtype=torch.float64))

@@ -65,7 +65,8 @@ def _log(mixture: Tensor) -> Tensor:
 
 def _binary(*arguments: Any) -> LossResult:
     *others, smoothing = arguments
-    return binary.closed_form(*others, smoothing.view(-1, 1, 1) if isinstance(smoothing, Tensor) else smoothing)
+    shaped = smoothing.view(-1, 1, 1) if isinstance(smoothing, Tensor) else smoothing
+    return binary.closed_form(*(*others, shaped))
 
 
 def _squared_error(mean: Tensor, y: Tensor) -> Tensor:
