@@ -28,7 +28,8 @@ PROGRESS: dict[str, Any] = {
     "stopped": [False],
     "history": [],
     "failures": {},
-    "tally": {"sums": ["nan"], "weights": [1.0], "steps": 1},
+    "sums": ["nan"],
+    "weights": [1.0],
 }
 ARGUMENTS: dict[str, Any] = {"diversities": [0.5], "seeds": [5]}
 

@@ -200,7 +200,9 @@ class _Training:
         self.result = FitResult(saved["history"], failures)
         self.start_time -= saved["seconds"]
         self.stopped = saved["stopped"]
-        self.stats.load(saved["tally"])
+        self.stats.weights.copy_(torch.tensor(saved["weights"], dtype=torch.float64))
+        if self.network.ranks.is_first:  # has the sums of all ranks
+            self.stats.sums.copy_(torch.tensor([float(value) for value in saved["sums"]], dtype=torch.float64))
         for run, stopped in enumerate(self.stopped):
             self.active[run] = not stopped and run not in failures
         return int(saved["step"])
@@ -216,7 +218,8 @@ class _Training:
             "failures": {str(run): failure.model_dump() for run, failure in self.result.failures.items()},
             "seconds": time.monotonic() - self.start_time,
             "stopped": self.stopped,
-            "tally": self.stats.state(),
+            "sums": [repr(value) for value in self.stats.sums.tolist()],  # text: JSON has no NaN
+            "weights": self.stats.weights.tolist(),
         }
         self.policy.checkpoints.save(self.network, self.optimizer, progress, self.early_stopping)
 
@@ -328,14 +331,3 @@ class EpochStats:
     def mean(self) -> list[float | None]:
         """Weighted mean score of each run; None if nonfinite or empty."""
         return [value if math.isfinite(value) else None for value in (self.sums / self.weights).tolist()]
-
-    def state(self) -> dict[str, Any]:
-        """Sums as JSON values."""
-        sums = [repr(value) for value in self.sums.tolist()]  # text: JSON has no NaN
-        return {"sums": sums, "weights": self.weights.tolist()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
-        self.weights.copy_(torch.tensor(state["weights"], dtype=torch.float64))
-        if self.ranks.is_first:  # has the sums of all ranks
-            self.sums.copy_(torch.tensor([float(value) for value in state["sums"]], dtype=torch.float64))
