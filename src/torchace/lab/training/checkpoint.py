@@ -142,11 +142,11 @@ class Checkpoints:
     ) -> dict[str, Any] | None:
         """Restore the newest checkpoint and return its progress, or None. Called by all ranks."""
         ranks = network.ranks
-        progress, tensors = self._read() if ranks.is_first else (None, None)
+        progress, data = self._read() if ranks.is_first else (None, None)
         progress = ranks.broadcast(progress)
         if progress is None:
             return None
-        state = shard_state(network, ranks.broadcast_tensors(tensors))
+        state = shard_state(network, load_safetensors(ranks.broadcast_bytes(data)))
         try:
             network.load_state_dict(_select("network.", state))
             _load_optimizer(optimizer, _select("optimizer.", state))
@@ -156,8 +156,8 @@ class Checkpoints:
             stopping.load(progress["stopping"], _select("best.", state))
         return progress
 
-    def _read(self) -> tuple[dict[str, Any] | None, State | None]:
-        """Progress and tensors of the newest checkpoint, or `(None, None)`."""
+    def _read(self) -> tuple[dict[str, Any] | None, bytes | None]:
+        """Progress and safetensors of the newest checkpoint, or `(None, None)`."""
         remove_partial(self.directory)
         content = self._manifest()
         if content is None:
@@ -171,7 +171,7 @@ class Checkpoints:
         data = file.read_bytes() if file.exists() else b""
         if hashlib.sha256(data).hexdigest() != content["state"]["sha256"]:
             raise self._damaged(f"{file.name} was changed or truncated")
-        return content["progress"], load_safetensors(data)
+        return content["progress"], data
 
     def _manifest(self) -> dict[str, Any] | None:
         file = self.directory / MANIFEST

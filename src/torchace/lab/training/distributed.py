@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
 
-from torchace._model_files import to_safetensors
 from torchace.lab.data.splits import Inputs, input_tensors, map_inputs
 from torchace.nn.base import split_range
 from torchace.nn.parallel import broadcast_bytes
@@ -125,20 +123,13 @@ class Ranks:
         return _gather_axis(values, 1, num_members, self.members, self.members_group)
 
     @detect_lost_rank()
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Data of the first rank, on all ranks."""
+        return data if self.size == 1 else broadcast_bytes(data, 0, dist.group.WORLD)  # type: ignore[return-value, arg-type]
+
     def broadcast(self, content: Any = None) -> Any:
         """JSON content of the first rank, on all ranks."""
-        if self.size == 1:
-            return content
-        data = json.dumps(content).encode() if self.is_first else None
-        return json.loads(broadcast_bytes(data, 0, dist.group.WORLD))  # type: ignore[arg-type]
-
-    @detect_lost_rank()
-    def broadcast_tensors(self, tensors: State | None) -> State:
-        """Tensors of the first rank, on the CPU of all ranks."""
-        if self.size == 1 and tensors is not None:
-            return tensors
-        data = None if tensors is None else to_safetensors(tensors)
-        return load_safetensors(broadcast_bytes(data, 0, dist.group.WORLD))  # type: ignore[arg-type]
+        return json.loads(self.broadcast_bytes(json.dumps(content).encode() if self.is_first else None))
 
 
 class Timer:

@@ -32,6 +32,7 @@ from torchace.lab.training.tasks import TASKS
 
 NONFINITE = "NaN or Inf in loss or gradient"
 CHECK_EVERY = 100  # steps between failure checks on a GPU or across ranks
+NEVER = 2**53  # later than any failure; exact in float64
 
 
 class Interrupted(Exception):  # noqa: N818, control flow
@@ -227,10 +228,10 @@ class _Training:
         """Record new failures of any rank and stop those runs."""
         stats = self.stats
         stats.share()
-        for run in ((stats.failed_step >= 0) & self.active).nonzero().flatten().tolist():
-            member = nonfinite_member(int(stats.failed_code[run]), self.network.total_members)
-            failure = Failure(message=NONFINITE, member=member, step=int(stats.failed_step[run]))
-            self.result.failures[run] = failure
+        for run in ((stats.failed < NEVER) & self.active).nonzero().flatten().tolist():
+            step, code = divmod(int(stats.failed[run]), stats.num_codes)
+            member = nonfinite_member(code, self.network.total_members)
+            self.result.failures[run] = Failure(message=NONFINITE, member=member, step=step)
             self.active[run] = False
 
     def end_epoch(self, epoch: int, step: int) -> None:
@@ -299,8 +300,9 @@ class EpochStats:
         self.sums = torch.zeros(network.num_runs, dtype=torch.float64, device=device)
         self.weights = torch.zeros_like(self.sums)  # relative to the training set's mean
         self.has_failure = False  # of the last step, if known without a transfer
-        self.failed_step = torch.full((network.num_runs,), -1, device=device)
-        self.failed_code = torch.full((network.num_runs,), -1, device=device)  # see `first_nonfinite`
+        self.num_codes = 3 * (network.total_members + 1)  # of `first_nonfinite`
+        # step and code of the first failure as one number, smallest for the earliest
+        self.failed = torch.full((network.num_runs,), NEVER, device=device)
 
     def add(self, result: StepResult, step: int, weight: Tensor | None) -> None:
         """Add one step."""
@@ -308,25 +310,16 @@ class EpochStats:
         self.weights += 1.0 if weight is None else weight.flatten(1).mean(1)
         codes = result.nonfinite
         self.has_failure = codes is not None and codes.device.type == "cpu" and self.ranks.size == 1
-        if codes is None:
-            return
-        first = (codes >= 0) & (self.failed_step < 0)
-        self.failed_step = torch.where(first, step, self.failed_step)
-        self.failed_code = torch.where(first, codes, self.failed_code)
+        if codes is not None:
+            self.failed = self.failed.minimum(torch.where(codes >= 0, step * self.num_codes + codes, NEVER))
 
     def share(self) -> None:
         """Sum over ranks on the first rank; keep the earliest failure on all ranks."""
-        if self.ranks.size == 1:
-            return
-        last = float(2**40)  # later than any step
-        steps = torch.where(self.failed_step < 0, last, self.failed_step.double())
-        gathered = all_gather([*self.sums.tolist(), *steps.tolist(), *self.failed_code.tolist()])
-        sums, steps, codes = (part.to(self.sums.device) for part in gathered.chunk(3, 1))  # (ranks, R)
-        self.sums = sums.sum(0) if self.ranks.is_first else torch.zeros_like(self.sums)
-        first = steps.amin(0)
-        codes = torch.where(steps == first, codes, torch.inf).amin(0)
-        self.failed_step = torch.where(first == last, -1, first).long()
-        self.failed_code = torch.where(first == last, -1, codes).long()
+        if self.ranks.size > 1:
+            gathered = all_gather([*self.sums.tolist(), *self.failed.tolist()])
+            sums, failed = (part.to(self.sums.device) for part in gathered.chunk(2, 1))  # (ranks, R)
+            self.sums = sums.sum(0) if self.ranks.is_first else torch.zeros_like(self.sums)
+            self.failed = failed.amin(0).long()
 
     def mean(self) -> list[float | None]:
         """Weighted mean score of each run; None if nonfinite or empty."""
