@@ -59,7 +59,7 @@ def shard_state(network: RunGroup, whole: Mapping[str, Tensor]) -> State:
 def gather_state(network: RunGroup, state: State) -> State | None:
     """Tensors of the whole group on the first rank, None on the others. Called by all ranks."""
     ranks, whole = network.ranks, dict(state)
-    for name, value in state.items() if ranks.members > 1 else ():
+    for name, value in sorted(state.items()) if ranks.members > 1 else ():  # in one order on all ranks
         if value.ndim:  # else one number for all members, such as a step count
             parts = value.detach().unflatten(0, (-1, network.num_members))
             parts = ranks.gather_members(parts, network.total_members).flatten(0, 1)
