@@ -169,8 +169,6 @@ def test_runs_that_cannot_be(change: dict[str, object], tmp_path: Path) -> None:
         RunStore(tmp_path).groups()
 
 
-
-
 def test_the_run_directory_itself_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")

@@ -158,11 +158,9 @@ def _child(
         from torchace.lab.cli.terminal import console
         from torchace.lab.tables import fit as table_fit
         from torchace.lab.tables import search as table_search
-        from torchace.lab.tuning import storage
         from torchace.lab.tuning.search import SearchCache
 
         console.file = sys.stdout
-        storage.RETRIES = 1000  # as often as a test kills one and the same trial
         table_fit.SAVE_EVERY = every
         table_search.SearchCache = lambda directory: SearchCache(directory, every)  # type: ignore[assignment]
         if page:

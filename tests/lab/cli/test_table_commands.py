@@ -365,11 +365,7 @@ def test_a_missing_package_is_reported_before_training(
     command = (*TUNE, "--trials", 1) if package == "optuna" else FIT
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
-    for module in (
-        ("tuning.optuna_search", "tuning.search_space", "tuning.storage", "tables.search")
-        if package == "optuna"
-        else ()
-    ):
+    for module in ("tuning.optuna_search", "tuning.storage", "tables.search") if package == "optuna" else ():
         monkeypatch.delitem(sys.modules, f"torchace.lab.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     options = TINY[2:-1] if package == "optuna" else TINY[2:]  # a search has no baselines

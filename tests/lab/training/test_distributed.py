@@ -338,17 +338,13 @@ def sent_in_a_training(hidden: int) -> list[tuple[str, int]]:
 def test_a_whole_training_sends_no_parameters_until_it_is_done() -> None:
     for hidden in (5, 300):
         for sent in team().run(2, sent_in_a_training, hidden, backend="counting"):
-            steps = [size for operation, size in sent if operation == "allreduce"]
-            assert steps == [MIXTURE] * 60
+            assert {operation for operation, _ in sent} == {"allreduce", "allgather"}
+            steps = [place for place, (operation, _) in enumerate(sent) if operation == "allreduce"]
+            assert [sent[place][1] for place in steps] == [MIXTURE] * 60
             # agreements about signals, clocks, failures and scores: a few numbers for each of two runs
-            told = [size for operation, size in sent if operation == "allgather"]
+            told = [size for operation, size in sent[: steps[-1]] if operation == "allgather"]
             assert told
             assert max(told) <= 6 * 8
-            assert {operation for operation, _ in sent} <= {
-                "allreduce",
-                "allgather",
-                "send",
-            }  # send: the end's gathering
 
 
 # -- failures, checkpoints, signals -----------------------------------------------------------------------------------
@@ -528,17 +524,7 @@ def test_ranks_that_were_given_different_things_are_refused() -> None:
 def test_a_message_is_printed_once() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
-        problem = ValueError("a")
-        # all ranks ran into it; one says so, and those that then lost contact have nothing to add
-        assert [
-            should_report(store, error) for error in (problem, problem, RankLostError("b"), RankLostError("c"))
-        ] == [
-            *(True, False),
-            *(False, False),
-        ]
-        assert should_report(store, ValueError("something else"))
-        other = dist.FileStore(f"{folder}/other", 1)
-        assert [should_report(other, RankLostError(text)) for text in "ab"] == [True, False]
+        assert [should_report(store) for _ in range(3)] == [True, False, False]
 
 
 @pytest.mark.parametrize(

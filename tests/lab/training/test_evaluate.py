@@ -9,7 +9,6 @@ from torchace.lab.data import chunks
 from torchace.lab.training.evaluate import (
     MAX_CONTESTED,
     MAX_POINTS,
-    Evaluator,
     evaluate,
     evaluate_regression,
     predict_logits,
@@ -48,10 +47,7 @@ def test_scores_are_the_metrics() -> None:
 def test_scores_do_not_depend_on_chunks(size: int) -> None:
     logits, target = example()
     logits[:, 50:60] = logits[:, 40:50]  # equal cases keep their order over chunks, too
-    whole, evaluator = evaluate(logits, target), Evaluator()
-    for part, labels in zip(logits.split(size, 1), target.split(size), strict=True):
-        evaluator.update(part, labels)
-    found = evaluator.compute()
+    whole, found = evaluate(logits, target), evaluate(logits.split(size, 1), target)
     for name, value in whole.metrics.items():
         assert found.metrics[name] == pytest.approx(value, rel=1e-5), name  # float32, sums in another order
     assert found.arrays.keys() == whole.arrays.keys()

@@ -22,7 +22,7 @@ from tests.support.weights import weights_digest
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.tasks import TASKS, LossInputs
+from torchace.lab.training.tasks import TASKS
 from torchace.models import mlp
 from torchace.nn import SMOC
 
@@ -92,10 +92,10 @@ def test_losses_and_gradients_with_smoothing_of_each_run(task: str, samples: int
     lam, scale = torch.tensor([0.3, 0.6], dtype=torch.float64), torch.rand(2, samples, dtype=torch.float64)
     smoothing = torch.tensor([0.1, 0.25], dtype=torch.float64)
     loss = TASKS[task]
-    found = loss.closed_form(LossInputs(z, y, lam, label_smoothing=smoothing), scale)
+    found = loss.closed_form(z, y, lam, scale, None, None, smoothing)
     for r in range(2):
-        own = LossInputs(z[r : r + 1], y[r : r + 1], lam[r : r + 1], label_smoothing=float(smoothing[r]))
-        alone = loss.closed_form(own, scale[r : r + 1])
+        own = (one[r : r + 1] for one in (z, y, lam, scale))
+        alone = loss.closed_form(*own, None, None, float(smoothing[r]))
         for ours, theirs in zip(found, alone, strict=True):
             torch.testing.assert_close(ours[r], theirs[0], rtol=1e-12, atol=1e-12)
 

@@ -24,7 +24,7 @@ from torchace.functional import amended_cross_entropy, binary_amended_cross_entr
 from torchace.lab.data import Batches, Split
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.loop import fit
-from torchace.lab.training.tasks import TASKS, LossInputs, compute_objective, ensemble_predictions, mean_over_samples
+from torchace.lab.training.tasks import TASKS, compute_objective, ensemble_predictions, mean_over_samples
 
 KINDS = ["shared", "exchanged", "separate"]
 # float64 sums in another order, through 20 steps of Adam
@@ -202,7 +202,7 @@ def test_scores_are_those_of_the_ensemble_not_of_its_members() -> None:
 def test_a_confident_correct_label_keeps_its_small_gradient() -> None:
     """σ(-30) is 9.4e-14, far below the spacing of float32 at 1."""
     logits, y = torch.full((1, 1, 1, 2), 30.0), torch.tensor([[[1.0, 1.0]]])
-    result = TASKS["multilabel"].closed_form(LossInputs(logits, y, torch.zeros(1)), torch.ones(1, 1))
+    result = TASKS["multilabel"].closed_form(logits, y, torch.zeros(1), torch.ones(1, 1), None, None, 0.0)
     assert result.gradient is not None
     torch.testing.assert_close(result.gradient, torch.full_like(logits, -9.357623e-14 / 2), rtol=1e-5, atol=0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,9 @@ from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_grou
 from torchace.lab.tuning import grid_search
 from torchace.lab.tuning.grid_search import (
     GridSearch,
-    ScoredSplit,
     TunedDiversity,
     refine_candidates,
     select_diversity,
-    split_evenly,
 )
 from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem, SearchStage
 
@@ -107,15 +104,6 @@ def test_refining_halves_the_gaps_around_the_best(tried: list[float], data: st.D
         assert between == pytest.approx([(best + neighbor) / 2] if wide else [], abs=1e-6)
     assert len(new) <= 2
     assert all(0 < v < 1 for v in new)
-
-
-@given(st.integers(1, 200), st.integers(1, 64))
-def test_groups_are_even_and_within_the_limit(count: int, limit: int) -> None:
-    runs = [(0.0, seed) for seed in range(count)]
-    parts = split_evenly(runs, limit)
-    assert [run for part in parts for run in part] == runs
-    assert len(parts) == math.ceil(count / limit)
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 # -- searching --------------------------------------------------------------------------------------------------------
@@ -280,8 +268,8 @@ def test_no_diversity_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         grid_search._GroupTrainer,
         "__call__",
-        lambda self, stage, part: {
-            d: {seed: torch.full((len(part.split),), d).double() for seed in stage.seeds} for d in stage.diversities
+        lambda self, stage, split: {
+            d: {seed: torch.full((len(split),), d).double() for seed in stage.seeds} for d in stage.diversities
         },
     )
     result = run_search()
@@ -296,8 +284,8 @@ def test_no_diversity_helps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_diversity_is_chosen_only_beyond_the_noise(monkeypatch: pytest.MonkeyPatch, gain: float, kept: bool) -> None:
     """On fresh seeds and other samples λ=0.5 gains 0.1, 0.001 or -0.1, with noise of 0.2 a sample."""
 
-    def losses(self: Any, stage: SearchStage, part: ScoredSplit) -> Any:
-        noise = torch.randn(len(part.split), generator=torch.Generator().manual_seed(0)).double()
+    def losses(self: Any, stage: SearchStage, split: Split) -> Any:
+        noise = torch.randn(len(split), generator=torch.Generator().manual_seed(0)).double()
         gained = {"search": 1.0, "gain": gain}[stage.purpose]
         return {
             d: {seed: 5 - (gained + 0.2 * noise + 0.001 * (seed % 500)) * (d == 0.5) for seed in stage.seeds}
@@ -340,9 +328,11 @@ def test_a_gain_within_the_noise_of_the_validation_samples_ends_the_search(
 ) -> None:
     stages = []
 
-    def losses(self: Any, stage: SearchStage, *parts: ScoredSplit) -> Any:
+    def losses(self: Any, stage: SearchStage, split: Split, plain: Any = ()) -> Any:
         stages.append(stage.purpose)
-        noise = [torch.randn(len(part.split), generator=torch.Generator().manual_seed(0)).double() for part in parts]
+        noise = [
+            torch.randn(len(part), generator=torch.Generator().manual_seed(0)).double() for part in (split, *plain)
+        ]
         noise = torch.cat([row - row.mean() for row in noise])  # of a standard error of 0.05
         rows = {d: 5 + (0.3 * noise - gain) * (d == 0.5) for d in stage.diversities}
         return {d: dict.fromkeys(stage.seeds, row) for d, row in rows.items()}
@@ -361,9 +351,11 @@ def test_a_gain_within_the_noise_of_the_validation_samples_ends_the_search(
 def test_one_diversity_is_tried_before_the_others(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
     tried = []
 
-    def losses(self: Any, stage: SearchStage, *parts: ScoredSplit) -> Any:
+    def losses(self: Any, stage: SearchStage, split: Split, plain: Any = ()) -> Any:
         tried.append(stage.diversities)
-        noise = [torch.randn(len(part.split), generator=torch.Generator().manual_seed(0)).double() for part in parts]
+        noise = [
+            torch.randn(len(part), generator=torch.Generator().manual_seed(0)).double() for part in (split, *plain)
+        ]
         noise = torch.cat([row - row.mean() for row in noise])  # of a standard error of 0.05
         rows = {d: 5 + (0.3 * noise - gain * d / 0.3) * (d > 0) for d in stage.diversities}
         return {d: dict.fromkeys(stage.seeds, row) for d, row in rows.items()}
@@ -395,15 +387,11 @@ def test_result_survives_json(options: dict[str, Any]) -> None:
     ("options", "message"),
     [
         ({"candidates": (0.5, 1.5)}, r"Expected `candidates` in \[0, 1\], but got 1.5"),
-        ({"candidates": (math.nan,)}, r"Expected `candidates` in \[0, 1\], but got nan"),
         ({"num_seeds": 0}, "Expected `num_seeds` to be at least 1"),
         ({"num_fresh": -1}, "Expected `num_fresh` to be at least 0"),
         ({"num_seeds": 501}, "Expected at most 500 seeds"),
-        ({"seed": -1}, "Expected `seed` to be at least 0"),
         ({"rounds": 0}, "Expected `rounds` to be at least 1"),
         ({"plan": replace(PLAN, batches="separate")}, "but got batches='separate'"),
-        ({"train": Split(torch.zeros(0, 3, dtype=torch.float64), torch.zeros(0).long())}, "Expected `train` with at"),
-        ({"test": Split(TEST.x.float(), TEST.y)}, r"Expected `test` .* of torch.float64, but got .*float32"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str, tmp_path: Path) -> None:

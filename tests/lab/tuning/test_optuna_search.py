@@ -6,7 +6,9 @@ import json
 import math
 import multiprocessing
 import signal
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,14 @@ from torchace.lab.tuning.optuna_search import OptunaSearch, SearchSpace, StudyRe
 from torchace.lab.tuning.search import SearchCallback, SearchProblem
 
 PLAN = MemberPlan("classification", num_members=2, hidden=(6,), epochs=6, batch_size=16, learning_rate=0.02)
-SPACE = SearchSpace(width=(2, 8), num_layers=(1, 2), num_members=(1, 4), batch_size=(8, 32), learning_rate=(1e-3, 0.1))
+SPACE: SearchSpace = {
+    **optuna_search.SPACE,
+    "width": (2, 8),
+    "num_layers": (1, 2),
+    "num_members": (1, 4),
+    "batch_size": (8, 32),
+    "learning_rate": (1e-3, 0.1),
+}
 
 
 TRAIN, VALIDATION = make_split(48), make_split(40, 1)
@@ -110,7 +119,8 @@ def test_first_trial_is_the_plan_at_diversity_0() -> None:
         "diversity": 0.0, "width": 6, "num_layers": 1, "learning_rate": 0.02, "weight_decay": 0.01, "num_members": 2,
         "batch_size": 16,
     }  # fmt: skip
-    narrow = SearchSpace(diversity=(0.2, 0.4), width=(10, 12), num_members=5, learning_rate=(1e-3, 2e-3))
+    bounds = {"diversity": (0.2, 0.4), "width": (10, 12), "num_members": (5, 5), "learning_rate": (1e-3, 2e-3)}
+    narrow = {**optuna_search.SPACE, **bounds}
     params = found(1, space=narrow).trials[0].params
     assert [params[name] for name in ("diversity", "width", "num_members", "learning_rate")] == [0.2, 10, 5, 2e-3]
 
@@ -120,9 +130,7 @@ def test_first_trial_is_the_plan_at_diversity_0() -> None:
     [
         ({"trials": -1}, "Expected `trials` to be at least 0"),
         ({"trials": 1, "num_seeds": 0}, "Expected `num_seeds` to be at least 1"),
-        ({"trials": 1, "heartbeat": 0}, "Expected `heartbeat` to be at least 1"),
         ({"trials": 1, "plan": replace(PLAN, batches="separate")}, "batches='separate'"),
-        ({"trials": 1, "train": Split(TRAIN.x.float(), TRAIN.y)}, "Expected `train`"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -133,7 +141,7 @@ def test_bad_arguments(options: dict[str, Any], message: str, tmp_path: Path) ->
 
 def test_separate_batches_are_accepted_at_diversity_0() -> None:
     plan = replace(PLAN, batches="separate")
-    assert states(found(1, plan=plan, space=replace(SPACE, diversity=0.0))) == ["complete"]
+    assert states(found(1, plan=plan, space={**SPACE, "diversity": (0.0, 0.0)})) == ["complete"]
 
 
 def test_seed_determines_suggestions() -> None:
@@ -190,14 +198,14 @@ def test_study_without_trials() -> None:
 
 def test_optuna_is_silenced_and_restored(capsys: pytest.CaptureFixture[str]) -> None:
     before = optuna.logging.get_verbosity()
-    found(1, space=replace(SPACE, learning_rate=1e300))
+    found(1, space={**SPACE, "learning_rate": (1e300, 1e300)})
     assert optuna.logging.get_verbosity() == before
     assert capsys.readouterr() == ("", "")
 
 
 def test_bad_trials_are_pruned(tmp_path: Path) -> None:
-    good = replace(SPACE, learning_rate=(0.01, 0.05), num_members=2)
-    bad = replace(SPACE, learning_rate=(1e-12, 2e-12), num_members=2)
+    good = {**SPACE, "learning_rate": (0.01, 0.05), "num_members": (2, 2)}
+    bad = {**SPACE, "learning_rate": (1e-12, 2e-12), "num_members": (2, 2)}
     plan = replace(PLAN, epochs=20)
     before = found(5, tmp_path / "study.db", space=good, plan=plan)
     assert states(before) == ["complete"] * 5
@@ -232,7 +240,7 @@ def test_a_pruned_trial_stops_early_and_reports_validation_scores(
 
 
 def test_failed_training_fails_the_trial(tmp_path: Path) -> None:
-    wild = replace(SPACE, learning_rate=(1e300, 1e301))
+    wild = {**SPACE, "learning_rate": (1e300, 1e301)}
     result = found(3, tmp_path / "study.db", space=wild)
     assert states(result) == ["failed"] * 3
     assert all(trial.value is None and trial.failure for trial in result.trials)
@@ -324,33 +332,6 @@ def test_interrupted_study_finds_the_same(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("known", [0, 2, 6])
-def test_trial_killed_during_suggestion_is_suggested_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: int
-) -> None:
-    """With so many of its values written down, and before it was noted that it is to be tried again."""
-    file, real = tmp_path / "study.db", optuna.Trial._suggest
-    suggested = 0
-
-    def dying(self: optuna.Trial, *arguments: Any) -> Any:
-        nonlocal suggested
-        if self.number == 1 and suggested == known:
-            raise SystemExit  # nothing is written down about the end
-        suggested += self.number == 1
-        return real(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(optuna.Trial, "_suggest", dying)
-        with pytest.raises(SystemExit):
-            found(3, file, pruning=False)
-        study = optuna.load_study(study_name="torchace", storage=f"sqlite:///{file}")
-        assert study.trials[1].state in (TrialState.RUNNING, TrialState.FAIL)
-        assert len(study.trials[1].params) == known
-    result = found(3, file, pruning=False)
-    expected = found(3, pruning=False)
-    assert [t.params for t in result.trials if t.state == "complete"] == [t.params for t in expected.trials]
-
-
 def test_interrupted_between_trials(tmp_path: Path) -> None:
     done = 0
 
@@ -361,26 +342,6 @@ def test_interrupted_between_trials(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         found(4, tmp_path / "study.db", watch=watch, stop=lambda: done == 2)
     assert states(found(2, tmp_path / "study.db")) == ["complete"] * 2
-
-
-def test_process_declared_dead_continues_with_another_trial(tmp_path: Path) -> None:
-    file = tmp_path / "study.db"
-    declared: list[int] = []
-
-    def stop() -> bool:
-        if declared:
-            return False
-        study = optuna.load_study(study_name="torchace", storage=f"sqlite:///{file}")
-        for trial in study.get_trials(states=(TrialState.RUNNING,)):
-            study.tell(trial.number, state=TrialState.FAIL)
-            declared.append(trial.number)
-        return False
-
-    seen: list[int] = []
-    result = found(2, file, stop=stop, watch=lambda number, *_: seen.append(number))
-    assert declared == [0]
-    assert states(result) == ["failed", "complete", "complete"]
-    assert seen == [1, 2]
 
 
 # -- killed -----------------------------------------------------------------------------------------------------------
@@ -421,6 +382,8 @@ def test_killed_process_loses_no_finished_trial(tmp_path: Path) -> None:
     assert states(beside) == ["complete", "complete", "running", "complete"]
     process.kill()
     process.join()
+    with closing(sqlite3.connect(file)) as connection, connection:  # as if it had died long ago
+        connection.execute("UPDATE trial_heartbeats SET heartbeat = datetime('now', '-1 hour')")
     result = found(5, file, pruning=False)
     assert states(result) == ["complete", "complete", "failed", "complete", "complete", "complete"]
     assert result.trials[:2] == beside.trials[:2]

@@ -79,27 +79,12 @@ def test_interrupted_search_resumes_with_the_same_result(tmp_path: Path, patienc
     assert leftovers(tmp_path) == []
 
 
-def test_checkpoints_of_a_changed_search_are_removed(tmp_path: Path) -> None:
-    cache = SearchCache(tmp_path, every_steps=1)
+def test_checkpoints_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        run_search(cache=cache, stop=stop_after(5))
-    (before,) = (tmp_path / "checkpoints").iterdir()
-    with pytest.raises(Interrupted):
-        run_search(cache=cache, candidates=(0.2,), stop=stop_after(5))
-    (after,) = (tmp_path / "checkpoints").iterdir()
-    assert before != after
-
-
-def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+        run_search(cache=SearchCache(tmp_path, every_seconds=0), candidates=(0.2,), stop=stop_after(5))
+    assert leftovers(tmp_path) == [tmp_path / "checkpoints"]
     run_search(cache=SearchCache(tmp_path), **SHORT)
-    (group,) = (file.stem for file in (tmp_path / "groups").glob("*.json"))
-    for left in (f"checkpoints/{group}/state-3.safetensors", f"checkpoints/{group}/", "checkpoints/"):
-        place = tmp_path / left
-        (place if left.endswith("/") else place.parent).mkdir(parents=True)
-        if not left.endswith("/"):
-            place.write_text("half")
-        run_search(cache=SearchCache(tmp_path), **SHORT)
-        assert leftovers(tmp_path) == []
+    assert leftovers(tmp_path) == []
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -124,21 +109,6 @@ def test_another_search_is_refused(tmp_path: Path, options: dict[str, Any], mess
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_results_of_another_search_are_refused_without_its_fingerprint(tmp_path: Path, finished: bool) -> None:
-    cache = SearchCache(tmp_path, every_steps=1)
-    if finished:
-        run_search(cache=cache, **SHORT)
-    else:
-        with pytest.raises(Interrupted):
-            run_search(cache=cache, **SHORT, stop=stop_after(5))
-    (tmp_path / "fingerprint.json").unlink()
-    message = r"belongs to (another search|other runs or to another configuration)\."
-    with pytest.raises(ValueError, match=message) as caught:
-        run_search(replace(PLAN, epochs=7), cache=cache, **SHORT)
-    assert "\n" not in str(caught.value)
-
-
 def test_two_processes_at_once_are_refused(tmp_path: Path) -> None:
     class Second(SearchCallback):
         def on_search(self, stage: SearchStage, fraction: float) -> None:
@@ -148,21 +118,21 @@ def test_two_processes_at_once_are_refused(tmp_path: Path) -> None:
     run_search(cache=SearchCache(tmp_path), **SHORT, callback=Second())
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', '{"format": 1}', '{"format": 1, "search": 3}', "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', "\x00\xff"])
 @pytest.mark.parametrize("which", ["group", "fingerprint"])
 def test_damaged_files(tmp_path: Path, text: str, which: str) -> None:
     run_search(cache=SearchCache(tmp_path), **SHORT)
     (group,) = (tmp_path / "groups").glob("*.json")
     file = group if which == "group" else tmp_path / "fingerprint.json"
     file.write_bytes(text.encode("latin-1"))
-    message = r"(is damaged|was not written by this version|belongs to another search)"
+    message = r"(is damaged|was not written by this version)"
     with pytest.raises(RunStoreError, match=message) as caught:
         run_search(cache=SearchCache(tmp_path))
     assert str(caught.value).startswith(str(file))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"no safetensors at all", save({"losses": torch.zeros(6, 40)}), save({})])
+@pytest.mark.parametrize("content", [b"", save({"losses": torch.zeros(6, 40)})])
 def test_damaged_or_changed_losses(tmp_path: Path, content: bytes) -> None:
     run_search(cache=SearchCache(tmp_path), **SHORT)
     (file,) = (tmp_path / "groups").glob("*.safetensors")
@@ -188,7 +158,7 @@ KILLED = MemberPlan("classification", num_members=4, hidden=(64, 64), epochs=8, 
 def work(directory: str) -> None:
     """The process that is killed."""
     torch.set_num_threads(1)
-    result = run_search(KILLED, cache=SearchCache(Path(directory) / "search", every_steps=2))
+    result = run_search(KILLED, cache=SearchCache(Path(directory) / "search", every_seconds=0))
     (Path(directory) / "result.json").write_text(json.dumps(result.to_dict()))
 
 

@@ -248,7 +248,7 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
     except Exception as error:
         if hasattr(error, "exit_code"):  # typer.Exit, on all ranks
             dist.destroy_process_group()
-        elif not should_report(store, error):
+        elif not should_report(store):
             raise SystemExit(1) from None
         raise
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProble
 
 Result = TypeVar("Result", TunedDiversity, StudyResult)
 
-CONTENT = {"search", "study.db", "study.db.lock", "tune.json"}  # of a search's directory
+CONTENT = {"search", "study.db", "tune.json"}  # of a search's directory
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def takes_argument(function: Callable[..., Any], name: str) -> bool:
 
 
 def _make_own_optimizer(make: Callable[..., Any], config: TrainConfig, parameters: list[Any]) -> torch.optim.Optimizer:
-    """Call a class or function with the parameters, and with learning rate and weight decay if it takes them.
+    """Call a class or function with the parameters, a learning rate if it takes one, and weight decay if it is set.
 
     Learning rates of the optimizer's parameter groups keep their ratio to the configured one.
     """
@@ -95,8 +95,6 @@ def _make_own_optimizer(make: Callable[..., Any], config: TrainConfig, parameter
     if takes_argument(make, "lr"):
         options.setdefault("lr", config.learning_rate)
     if config.weight_decay:
-        if not takes_argument(make, "weight_decay"):
-            raise ValueError(f"{name} has no weight_decay, but it is set to {config.weight_decay:g}; remove it.")
         options.setdefault("weight_decay", config.weight_decay)
     try:
         optimizer = make(parameters, **options)

@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
 
-from torchace._model_files import to_safetensors
 from torchace.lab.data.splits import Inputs, input_tensors, map_inputs
 from torchace.nn.base import split_range
 from torchace.nn.parallel import broadcast_bytes
@@ -115,91 +113,53 @@ class Ranks:
     @detect_lost_rank()
     def gather_logits(self, logits: Tensor, num_members: int, num_samples: int) -> Tensor:
         """Logits of all members on all samples, `(R, K, N, C)`, on every rank."""
-        logits = _gather_axis(logits, 1, num_members, self.members, self.members_group)
+        logits = self.gather_members(logits, num_members)
         if logits.shape[2] == num_samples:  # too few samples to split
             return logits
         return _gather_axis(logits, 2, num_samples, self.data, self.data_group)
 
+    def gather_members(self, values: Tensor, num_members: int) -> Tensor:
+        """Values `(R, K, ...)` of all members, on every rank."""
+        return _gather_axis(values, 1, num_members, self.members, self.members_group)
+
     @detect_lost_rank()
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Data of the first rank, on all ranks."""
+        return data if self.size == 1 else broadcast_bytes(data, 0, dist.group.WORLD)  # type: ignore[return-value, arg-type]
+
     def broadcast(self, content: Any = None) -> Any:
         """JSON content of the first rank, on all ranks."""
-        if self.size == 1:
-            return content
-        data = json.dumps(content).encode() if self.is_first else None
-        return json.loads(broadcast_bytes(data, 0, dist.group.WORLD))  # type: ignore[arg-type]
-
-    @detect_lost_rank()
-    def broadcast_tensors(self, tensors: State | None) -> State:
-        """Tensors of the first rank, on the CPU of all ranks."""
-        if self.size == 1 and tensors is not None:
-            return tensors
-        data = None if tensors is None else to_safetensors(tensors)
-        return load_safetensors(broadcast_bytes(data, 0, dist.group.WORLD))  # type: ignore[arg-type]
-
-    @detect_lost_rank()
-    def gather_tensors(self, tensors: State) -> list[State] | None:
-        """On the first rank, tensors of each rank with other members; else None. Called by all ranks."""
-        if self.data_index != 0:
-            return None
-        if not self.is_first:
-            data = to_safetensors(tensors)
-            dist.send(torch.tensor(len(data)), 0)
-            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
-            return None
-        states = [{name: value.detach().cpu() for name, value in tensors.items()}]
-        for index in range(1, self.members):
-            size = torch.tensor(0)
-            dist.recv(size, index * self.data)
-            received = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(received, index * self.data)
-            states.append(load_safetensors(received.numpy().tobytes()))
-        return states
-
-    def timer(self, stop: Callable[[], bool], save_every: float | None) -> Timer:
-        """Timer that agrees on all ranks."""
-        return (Timer if self.size == 1 else SyncedTimer)(stop, save_every)
+        return json.loads(self.broadcast_bytes(json.dumps(content).encode() if self.is_first else None))
 
 
 class Timer:
-    """Actions due at a step; updated before every step."""
+    """Actions due at a step; updated before every step.
 
-    def __init__(self, stop: Callable[[], bool], save_every: float | None) -> None:
-        self._stop, self._save_every = stop, save_every
-        self._saved, self._reported = time.monotonic(), 0.0
+    Several ranks synchronize every few steps: the first rank's clock decides; a stop signal to any rank stops all.
+    """
+
+    def __init__(self, stop: Callable[[], bool], save_every: float | None, num_ranks: int) -> None:
+        self._stop, self._save_every, self._num_ranks = stop, save_every, num_ranks
+        self._saved, self._reported, self._synced = time.monotonic(), 0.0, 0.0
+        self._interval = self._remaining = 0  # steps between two synchronizations, and until the next
         self.should_stop = self.should_save = self.should_report = False  # stop before, others after the step
 
     def update(self) -> None:
         """Read the clock and the stop signal."""
-        now = time.monotonic()
-        self.should_stop = self._stop()
-        self.should_save = self._save_every is not None and now - self._saved >= self._save_every
-        self.should_report = now - self._reported >= REPORT_EVERY
-
-    def mark_saved(self) -> None:
-        """Restart the interval of saving."""
-        self._saved = time.monotonic()
-
-    def mark_reported(self) -> None:
-        """Restart the interval of reporting."""
-        self._reported = time.monotonic()
-
-
-class SyncedTimer(Timer):
-    """Timer synchronized every few steps: the first rank's clock decides; a stop signal to any rank stops all."""
-
-    def __init__(self, stop: Callable[[], bool], save_every: float | None) -> None:
-        super().__init__(stop, save_every)
-        self._interval, self._remaining = 0, 1  # steps
-        self._synced = time.monotonic()
-
-    def update(self) -> None:
-        """Update the flags; synchronize if due."""
         self._remaining -= 1
         if self._remaining > 0:
             self.should_stop = self.should_save = self.should_report = False
             return
-        super().update()
         now = time.monotonic()
+        self.should_stop = self._stop()
+        self.should_save = self._save_every is not None and now - self._saved >= self._save_every
+        self.should_report = now - self._reported >= REPORT_EVERY
+        if self._num_ranks > 1:
+            self._synchronize(now)
+        if self.should_report:
+            self._reported = now
+
+    def _synchronize(self, now: float) -> None:
         interval = 1
         if self._interval:
             steps = round(SYNC_EVERY * self._interval / max(now - self._synced, 1e-6))
@@ -210,6 +170,10 @@ class SyncedTimer(Timer):
         self.should_save, self.should_report = bool(flags[0, 1]), bool(flags[0, 2])
         self._interval = self._remaining = int(flags[0, 3])
         self._synced = now
+
+    def mark_saved(self) -> None:
+        """Restart the interval of saving."""
+        self._saved = time.monotonic()
 
 
 def parse_layout(text: str, num_ranks: int) -> tuple[int, int]:
@@ -271,16 +235,12 @@ def check_same(arguments: Mapping[str, str]) -> None:
             )
 
 
-def should_report(store: Store, error: Exception) -> bool:
-    """Whether this rank prints its error: equal errors once, a lost connection only if no other error."""
-    message = "" if isinstance(error, RankLostError) else f"{type(error).__name__}: {error}"
-    key = hashlib.sha256(message.encode()).hexdigest()
+def should_report(store: Store) -> bool:
+    """Whether this rank prints its error: the first one does, others have the same or lost contact because of it."""
     try:
-        first_of_all = store.add("torchace reported", 1) == 1
-        first_of_these = store.add(f"torchace reported {key}", 1) == 1
+        return store.add("torchace reported", 1) == 1
     except RuntimeError:  # the store is gone
         return True
-    return first_of_all if isinstance(error, RankLostError) else first_of_these
 
 
 def _gather_axis(part: Tensor, axis: int, count: int, num_parts: int, group: Any) -> Tensor:

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,6 @@ from torchace.lab.data.rng import preserve_generators
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.run_group import CHUNK_BYTES, RunGroup, chunk_rows
 from torchace.lab.training.tasks import TASKS, mean_over_samples, partial_mixture
-
-if TYPE_CHECKING:
-    from torchace.metrics import EnsembleMetrics
-
 
 CHUNK = 4096  # samples predicted at once, at most
 
@@ -134,102 +130,14 @@ def predict_logits(network: RunGroup, chunks: Iterable[tuple[Tensor, Tensor]]) -
     return [torch.cat(parts, 1) for parts in zip(*predicted, strict=True)], torch.cat(targets)
 
 
-class Evaluator:
-    """Scores of a classifier, computed in chunks: memory never holds the logits of all samples.
-
-    Labels of a multi-label task count as two classes each, split at 0.5.
-    """
-
-    def __init__(self, task: str = "classification") -> None:
-        self._multilabel = task == "multilabel"
-        self._label_counts = torch.zeros(())  # (3, L): true positives, predicted and actual positives
-        self._exact = 0  # samples with all labels right
-        self._metrics: EnsembleMetrics | None = None
-        self._samples = 0
-        self._losses: list[Tensor] = []  # cross entropy per sample
-        self._errors: list[Tensor] = []  # misclassified, per sample
-        # degree, index, target, votes (n, K), probabilities (n, C)
-        self._contested: list[Tensor] = []
-
-    @torch.no_grad()
-    def update(self, logits: Tensor, target: Tensor) -> None:
-        """Add samples: logits `(K, n, C)` and class indices `(n,)`, or labels `(n, L)`."""
-        count = len(target)
-        if self._multilabel:
-            predicted, actual = ensemble_probs(logits, link="sigmoid") > 0.5, target > 0.5
-            counts = torch.stack([predicted & actual, predicted, actual]).sum(1)
-            self._label_counts = self._label_counts.to(counts.device) + counts
-            self._exact += int((predicted == actual).all(1).sum())
-            # softmax over (0, z) is sigmoid(z)
-            logits = torch.stack([torch.zeros_like(logits), logits], -1).flatten(1, 2)
-            target = (target > 0.5).long().flatten()
-        if self._metrics is None:
-            from torchace.metrics import EnsembleMetrics  # torchmetrics takes seconds to import
-
-            num_members, _, num_classes = logits.shape
-            # no sync: this rank has all samples, others may have none
-            self._metrics = EnsembleMetrics(num_members, num_classes, sync_on_compute=False).to(logits.device)
-        self._metrics.update(logits, target)
-        probs, votes = ensemble_probs(logits), logits.argmax(2)
-        # float32 is enough for an interval over samples
-        losses, errors = F.nll_loss(ensemble_log_probs(logits), target, reduction="none"), probs.argmax(1) != target
-        if self._multilabel:  # labels of one sample are not independent
-            self._losses.append(losses.view(count, -1).mean(1).float())
-            self._errors.append(errors.view(count, -1).float().mean(1))
-        else:
-            self._losses.append(losses.float())
-            self._errors.append(errors.to(torch.uint8))
-        # mutual information breaks ties
-        degree = disagreement(logits, reduction="none") + 1e-3 * mutual_information(logits, reduction="none")
-        index = torch.arange(self._samples, self._samples + len(target), device=target.device)
-        chunk = _most_contested([degree, index, target, votes.T, probs])  # avoids copying the whole chunk
-        if self._contested:
-            chunk = [torch.cat(parts) for parts in zip(self._contested, chunk, strict=True)]
-        self._contested = _most_contested(chunk)
-        self._samples += len(target)
-
-    def compute(self, images: Tensor | None = None) -> Evaluation:
-        """Scores so far; `images` are the samples as uint8 `(N, C, H, W)`, for the contested cases."""
-        if self._metrics is None:
-            raise ValueError("Expected at least one sample to score, but none was added.")
-        scores: dict[str, float | list[float]] = {
-            name: value.tolist() for name, value in self._metrics.compute().items()
-        }
-        counts, confidence, correct = self._metrics.bins
-        arrays = {
-            "reliability_count": counts,
-            "reliability_confidence": confidence,
-            "reliability_correct": correct,
-            "sample_cross_entropy": torch.cat(self._losses),
-            "sample_error": torch.cat(self._errors),
-        }
-        if self._multilabel:
-            both, predicted, actual = self._label_counts
-            found = predicted + actual > 0  # F1 of a label that never occurs is undefined
-            scores["exact_match"] = self._exact / len(arrays["sample_error"])
-            scores["macro_f1"] = (2 * both[found] / (predicted + actual)[found]).mean().item()
-        else:
-            names = ("disputed_index", "disputed_target", "disputed_votes", "disputed_probs")
-            parts = (part[self._contested[0] > 0] for part in self._contested[1:])
-            arrays |= dict(zip(names, parts, strict=True))
-            if images is not None:
-                pixels = images[arrays["disputed_index"]]
-                arrays["disputed_images"] = pixels[:, 0] if pixels.shape[1] == 1 else pixels.permute(0, 2, 3, 1)
-        return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})
-
-
-def _most_contested(parts: list[Tensor]) -> list[Tensor]:
-    """Samples with the largest first part; stable for equal ones."""
-    first = parts[0].argsort(descending=True, stable=True)[:MAX_CONTESTED]
-    return [part[first] for part in parts]
-
-
+@torch.no_grad()
 def evaluate(
     logits: Tensor | Iterable[Tensor], target: Tensor, images: Tensor | None = None, *, task: str = "classification"
 ) -> Evaluation:
     """Score one run with logits `(K, N, C)`, or chunks of them, and target `(N,)` or `(N, C)`.
 
-    `images` are those of `Evaluator.compute`.
+    Labels of a multi-label task count as two classes each, split at 0.5. `images` are the samples as uint8
+    `(N, C, H, W)`, for the contested cases.
     """
     if isinstance(logits, Tensor):
         logits = logits.split(max(1, CHUNK_BYTES // max(1, logits[:, :1].nbytes)), 1)
@@ -238,11 +146,63 @@ def evaluate(
         return evaluate_regression(
             predictions.squeeze(2) if target.ndim < predictions.ndim - 1 else predictions, target
         )
-    evaluator, done = Evaluator(task), 0
-    for part in logits:
-        evaluator.update(part, target[done : done + part.shape[1]])
-        done += part.shape[1]
-    return evaluator.compute(images)
+    from torchace.metrics import EnsembleMetrics  # torchmetrics takes seconds to import
+
+    metrics: EnsembleMetrics | None = None
+    label_counts: Any = 0  # (3, L): true positives, predicted and actual positives
+    losses: list[Tensor] = []  # of each sample, float32: enough for an interval over samples
+    errors: list[Tensor] = []
+    contested: list[list[Tensor]] = []
+    done = 0
+    for z in logits:  # in chunks: memory never holds the predictions of all samples
+        count = z.shape[1]
+        y = target[done : done + count]
+        index = torch.arange(done, done + count, device=y.device)
+        done += count
+        if task == "multilabel":
+            predicted, actual = ensemble_probs(z, link="sigmoid") > 0.5, y > 0.5
+            label_counts = label_counts + torch.stack([predicted & actual, predicted, actual]).sum(1)
+            z = torch.stack([torch.zeros_like(z), z], -1).flatten(1, 2)  # softmax over (0, z) is sigmoid(z)
+            y = actual.long().flatten()
+        if metrics is None:  # no sync: this rank has all samples, others may have none
+            metrics = EnsembleMetrics(len(z), z.shape[2], sync_on_compute=False).to(z.device)
+        metrics.update(z, y)
+        probs, votes = ensemble_probs(z), z.argmax(2)
+        # labels of one sample are not independent: their mean counts
+        losses.append(F.nll_loss(ensemble_log_probs(z), y, reduction="none").view(count, -1).mean(1).float())
+        errors.append((probs.argmax(1) != y).view(count, -1).float().mean(1))
+        if task == "classification":  # mutual information breaks ties
+            degree = disagreement(z, reduction="none") + 1e-3 * mutual_information(z, reduction="none")
+            contested.append(_most_contested([degree, index, y, votes.T, probs]))
+    if metrics is None:
+        raise ValueError("Expected at least one sample to score, but got none.")
+    scores: dict[str, float | list[float]] = {name: value.tolist() for name, value in metrics.compute().items()}
+    sample_error = torch.cat(errors)
+    arrays = dict(
+        zip(("reliability_count", "reliability_confidence", "reliability_correct"), metrics.bins, strict=True)
+    )
+    arrays["sample_cross_entropy"] = torch.cat(losses)
+    if task == "multilabel":
+        arrays["sample_error"] = sample_error
+        both, predicted, actual = label_counts
+        found = predicted + actual > 0  # F1 of a label that never occurs is undefined
+        scores["exact_match"] = (sample_error == 0).double().mean().item()
+        scores["macro_f1"] = (2 * both[found] / (predicted + actual)[found]).mean().item()
+    else:
+        arrays["sample_error"] = sample_error.to(torch.uint8)
+        parts = _most_contested([torch.cat(part) for part in zip(*contested, strict=True)])
+        names = ("disputed_index", "disputed_target", "disputed_votes", "disputed_probs")
+        arrays |= {name: part[parts[0] > 0] for name, part in zip(names, parts[1:], strict=True)}
+        if images is not None:
+            pixels = images[arrays["disputed_index"]]
+            arrays["disputed_images"] = pixels[:, 0] if pixels.shape[1] == 1 else pixels.permute(0, 2, 3, 1)
+    return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})
+
+
+def _most_contested(parts: list[Tensor]) -> list[Tensor]:
+    """Samples with the largest first part; stable for equal ones."""
+    first = parts[0].argsort(descending=True, stable=True)[:MAX_CONTESTED]
+    return [part[first] for part in parts]
 
 
 @torch.no_grad()
@@ -303,14 +263,10 @@ def compute_metric(name: str, metric: Any, logits: Tensor, target: Tensor, task:
             metric.reset()
         else:
             result = metric(logits, target)
+        return float(result)
     except Exception as error:  # the user's code may raise anything
         reason = str(error).strip().split("\n")[0] or "no message"
         raise MetricError(f"The metric {name!r} failed with {type(error).__name__}: {reason}") from error
-    try:
-        return float(result)
-    except (TypeError, ValueError, RuntimeError):
-        got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-        raise MetricError(f"Expected the metric {name!r} to return one number, but got {got}.") from None
 
 
 def compute_metrics(metrics: Mapping[str, Any], logits: Tensor, target: Tensor, task: str) -> dict[str, float]:

@@ -24,7 +24,7 @@ from torchace.lab.training.config import (
     set_learning_rates,
     split_parameters,
 )
-from torchace.lab.training.distributed import all_gather, detect_lost_rank
+from torchace.lab.training.distributed import Timer, all_gather, detect_lost_rank
 from torchace.lab.training.evaluate import EarlyStopping, ValidationSet
 from torchace.lab.training.run_group import RunGroup, nonfinite_member
 from torchace.lab.training.step import StepResult, TrainStep, graph_on_gpu
@@ -32,6 +32,7 @@ from torchace.lab.training.tasks import TASKS
 
 NONFINITE = "NaN or Inf in loss or gradient"
 CHECK_EVERY = 100  # steps between failure checks on a GPU or across ranks
+NEVER = 2**53  # later than any failure; exact in float64
 
 
 class Interrupted(Exception):  # noqa: N818, control flow
@@ -81,11 +82,10 @@ class Progress:
 
     def by_run(self) -> list[RunProgress]:
         """Progress of each run."""
-        held_out = self.held_out or [None] * len(self.score)
         found = []
-        for values in zip(self.score, held_out, strict=True):
-            scores = zip(("train", "validation"), values, strict=True)
-            metrics = {f"{split}_{self.metric}": value for split, value in scores if value is not None}
+        for train, validation in zip(self.score, self.held_out or [None] * len(self.score), strict=True):
+            scores = {f"train_{self.metric}": train, f"validation_{self.metric}": validation}
+            metrics = {name: value for name, value in scores.items() if value is not None}
             found.append(RunProgress(self.step, self.steps, self.epoch, metrics))
         return found
 
@@ -127,15 +127,13 @@ def fit(
     training = _Training(network, optimizer, config, validation, checkpoint_policy, batches.device)
     start = training.load()
     train_step = graph_on_gpu(TrainStep(network, optimizer, config, label_smoothing(configs, batches.device)))
-    every_steps, every_seconds = (
-        (None, None) if checkpoint_policy is None else (checkpoint_policy.every_steps, checkpoint_policy.every_seconds)
-    )
-    timer = network.ranks.timer(stop, every_seconds)
+    every_steps = None if checkpoint_policy is None else checkpoint_policy.every_steps
+    timer = Timer(stop, None if checkpoint_policy is None else checkpoint_policy.every_seconds, network.ranks.size)
     progress = partial(Progress, steps=config.steps, metric=TASKS[config.task].score_name)
     feed = BatchFeed(batches, seeds, network.total_members, config, mean_weight)
     diversity = torch.tensor(list(diversities), dtype=config.dtype, device=batches.device)
 
-    for step in range(start, config.steps if training.is_active() else start):
+    for step in range(start, config.steps if training.active.any() else start):
         timer.update()
         if timer.should_stop:
             training.save(step)
@@ -152,7 +150,7 @@ def fit(
         ends_epoch = is_last_step or within == batches.steps_per_epoch - 1
         if ends_epoch or training.stats.has_failure or step % CHECK_EVERY == CHECK_EVERY - 1:
             training.record_failures()
-            if not training.is_active():
+            if not training.active.any():
                 break
         if ends_epoch:
             training.end_epoch(epoch + 1, step + 1)
@@ -161,13 +159,13 @@ def fit(
         if timer.should_report:
             training.stats.share()
         if on_progress is not None and (timer.should_report or is_last_step):
-            timer.mark_reported()
-            on_progress(progress(step=step + 1, epoch=epoch + 1, score=training.score()))
+            score = training.result.history[-1]["score"] if ends_epoch else training.stats.mean()
+            on_progress(progress(step=step + 1, epoch=epoch + 1, score=score))
         is_due = every_steps is not None and (step + 1) % every_steps == 0
         if (timer.should_save or is_due) and not is_last_step:
             training.save(step + 1)
             timer.mark_saved()
-        if ends_epoch and not training.is_active():
+        if ends_epoch and not training.active.any():
             break
     return training.finish()
 
@@ -192,10 +190,6 @@ class _Training:
         self.stats = EpochStats(network, device)
         self.start_time = time.monotonic()  # minus the seconds before a resume
 
-    def is_active(self) -> bool:
-        """Whether any run is still trained."""
-        return bool(self.active.any())
-
     def load(self) -> int:
         """Load the newest checkpoint; return the step to start with."""
         if self.policy is None:
@@ -207,7 +201,9 @@ class _Training:
         self.result = FitResult(saved["history"], failures)
         self.start_time -= saved["seconds"]
         self.stopped = saved["stopped"]
-        self.stats.load(saved["tally"])
+        self.stats.weights.copy_(torch.tensor(saved["weights"], dtype=torch.float64))
+        if self.network.ranks.is_first:  # has the sums of all ranks
+            self.stats.sums.copy_(torch.tensor([float(value) for value in saved["sums"]], dtype=torch.float64))
         for run, stopped in enumerate(self.stopped):
             self.active[run] = not stopped and run not in failures
         return int(saved["step"])
@@ -223,29 +219,30 @@ class _Training:
             "failures": {str(run): failure.model_dump() for run, failure in self.result.failures.items()},
             "seconds": time.monotonic() - self.start_time,
             "stopped": self.stopped,
-            "tally": self.stats.state(),
+            "sums": [repr(value) for value in self.stats.sums.tolist()],  # text: JSON has no NaN
+            "weights": self.stats.weights.tolist(),
         }
         self.policy.checkpoints.save(self.network, self.optimizer, progress, self.early_stopping)
 
     def record_failures(self) -> None:
         """Record new failures of any rank and stop those runs."""
-        self.stats.share()
-        for run, failure in self.stats.failures(self.active).items():
-            self.result.failures[run] = failure
+        stats = self.stats
+        stats.share()
+        for run in ((stats.failed < NEVER) & self.active).nonzero().flatten().tolist():
+            step, code = divmod(int(stats.failed[run]), stats.num_codes)
+            member = nonfinite_member(code, self.network.total_members)
+            self.result.failures[run] = Failure(message=NONFINITE, member=member, step=step)
             self.active[run] = False
 
     def end_epoch(self, epoch: int, step: int) -> None:
         """Add an epoch to the history and stop runs that do not improve."""
         entry: dict[str, Any] = {"epoch": epoch, "step": step, "score": self.stats.mean(), "held_out": None}
-        self.stats.reset()
+        self.stats.sums.zero_()
+        self.stats.weights.zero_()
         if self.early_stopping is not None:
             entry["held_out"], self.stopped = self.early_stopping.update(self.network, epoch, self.stopped)
             self.active &= ~torch.tensor(self.stopped, device=self.active.device)
         self.result.history.append(entry)
-
-    def score(self) -> list[float | None]:
-        """Scores of the epoch so far, or of the last one."""
-        return self.stats.mean() if self.stats.steps else self.result.history[-1]["score"]
 
     def finish(self) -> FitResult:
         """Restore the best weights and return the results."""
@@ -299,71 +296,31 @@ class EpochStats:
     """Sums over the steps of an epoch, on the device, and the first failure of each run."""
 
     def __init__(self, network: RunGroup, device: torch.device) -> None:
-        self.num_members, self.ranks = network.total_members, network.ranks
+        self.ranks = network.ranks
         self.sums = torch.zeros(network.num_runs, dtype=torch.float64, device=device)
         self.weights = torch.zeros_like(self.sums)  # relative to the training set's mean
-        self.steps = 0
         self.has_failure = False  # of the last step, if known without a transfer
-        self.failed_step = torch.full((network.num_runs,), -1, device=device)
-        self.failed_code = torch.full((network.num_runs,), -1, device=device)  # see `first_nonfinite`
+        self.num_codes = 3 * (network.total_members + 1)  # of `first_nonfinite`
+        # step and code of the first failure as one number, smallest for the earliest
+        self.failed = torch.full((network.num_runs,), NEVER, device=device)
 
     def add(self, result: StepResult, step: int, weight: Tensor | None) -> None:
         """Add one step."""
         self.sums += result.score
-        self.steps += 1
         self.weights += 1.0 if weight is None else weight.flatten(1).mean(1)
         codes = result.nonfinite
         self.has_failure = codes is not None and codes.device.type == "cpu" and self.ranks.size == 1
-        if codes is None:
-            return
-        first = (codes >= 0) & (self.failed_step < 0)
-        self.failed_step = torch.where(first, step, self.failed_step)
-        self.failed_code = torch.where(first, codes, self.failed_code)
+        if codes is not None:
+            self.failed = self.failed.minimum(torch.where(codes >= 0, step * self.num_codes + codes, NEVER))
 
     def share(self) -> None:
         """Sum over ranks on the first rank; keep the earliest failure on all ranks."""
-        if self.ranks.size == 1:
-            return
-        last = float(2**40)  # later than any step
-        steps = torch.where(self.failed_step < 0, last, self.failed_step.double())
-        gathered = all_gather([*self.sums.tolist(), *steps.tolist(), *self.failed_code.tolist()])
-        sums, steps, codes = (part.to(self.sums.device) for part in gathered.chunk(3, 1))  # (ranks, R)
-        self.sums = sums.sum(0) if self.ranks.is_first else torch.zeros_like(self.sums)
-        first = steps.amin(0)
-        codes = torch.where(steps == first, codes, torch.inf).amin(0)
-        self.failed_step = torch.where(first == last, -1, first).long()
-        self.failed_code = torch.where(first == last, -1, codes).long()
-
-    def failures(self, active: Tensor) -> dict[int, Failure]:
-        """Failures of active runs."""
-        runs = ((self.failed_step >= 0) & active).nonzero().flatten().tolist()
-        return {
-            run: Failure(
-                message=NONFINITE,
-                member=nonfinite_member(int(self.failed_code[run]), self.num_members),
-                step=int(self.failed_step[run]),
-            )
-            for run in runs
-        }
+        if self.ranks.size > 1:
+            gathered = all_gather([*self.sums.tolist(), *self.failed.tolist()])
+            sums, failed = (part.to(self.sums.device) for part in gathered.chunk(2, 1))  # (ranks, R)
+            self.sums = sums.sum(0) if self.ranks.is_first else torch.zeros_like(self.sums)
+            self.failed = failed.amin(0).long()
 
     def mean(self) -> list[float | None]:
         """Weighted mean score of each run; None if nonfinite or empty."""
         return [value if math.isfinite(value) else None for value in (self.sums / self.weights).tolist()]
-
-    def reset(self) -> None:
-        """Start a new epoch."""
-        self.sums.zero_()
-        self.weights.zero_()
-        self.steps = 0
-
-    def state(self) -> dict[str, Any]:
-        """Sums as JSON values."""
-        sums = [repr(value) for value in self.sums.tolist()]  # text: JSON has no NaN
-        return {"sums": sums, "weights": self.weights.tolist(), "steps": self.steps}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
-        self.steps = state["steps"]
-        self.weights.copy_(torch.tensor(state["weights"], dtype=torch.float64))
-        if self.ranks.is_first:  # has the sums of all ranks
-            self.sums.copy_(torch.tensor([float(value) for value in state["sums"]], dtype=torch.float64))

@@ -64,8 +64,8 @@ class MemberPlan:
         if self.has_shared_weights:
             layers = "first" if self.members == "shared_mini" else None
             with use_seed(hashed_key(seed, "member", 0)):
-                network = (self._mlp if self.network is None else self.member)(num_features, num_outputs)
-                self._check_outputs(network.to(dtype), num_features, num_outputs)
+                network = self.member(num_features, num_outputs).to(dtype)
+                self._check_outputs(network, num_features, num_outputs)
                 return adapt(network, self.num_members, layers=layers, link=link).to(dtype)
         members = []
         for k in range(self.num_members):
@@ -75,29 +75,23 @@ class MemberPlan:
         return Ensemble(members, link=link)
 
     def member(self, num_features: int, num_outputs: int, diversity: float = 0.0) -> nn.Module:
-        """Return a new member with its own weights."""
+        """Return a new network of one member, or of all if they share weights."""
         if self.network is not None:
-            network = self.network(num_features, num_outputs)
-            if not isinstance(network, nn.Module):
-                raise TypeError(f"Expected `network` to return a module, but got {type(network).__name__}.")
-            return network
-        network = self._mlp(num_features, num_outputs)
-        return network if self.encoding == "standard" else scale_inputs(network, diversity)
+            return self.network(num_features, num_outputs)
+        network = mlp(num_features, self.hidden, num_outputs)
+        is_plain = self.encoding == "standard" or self.has_shared_weights
+        return network if is_plain else scale_inputs(network, diversity)
 
     @torch.no_grad()
     def _check_outputs(self, network: nn.Module, num_features: int, num_outputs: int) -> None:
         """Refuse an own network whose outputs have another shape."""
         if self.network is None:
             return
-        x = torch.zeros(2, num_features, dtype=self.train_config(1).dtype)
-        found = network.eval()(x)
+        found = network.eval()(torch.zeros(2, num_features, dtype=self.train_config(1).dtype))
         network.train()
         if not isinstance(found, Tensor) or found.shape != (2, num_outputs):
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"Expected `network` to return outputs (N, {num_outputs}), but got {got} for N=2.")
-
-    def _mlp(self, num_features: int, num_outputs: int) -> nn.Sequential:
-        return mlp(num_features, self.hidden, num_outputs)
 
     @classmethod
     def from_hyperparameters(cls, task: str, values: Hyperparameters) -> MemberPlan:
@@ -148,10 +142,9 @@ class TrainedGroup:
         """Each ensemble's cross entropy or squared error on every sample of a split, `(R, N)`."""
         return validation_losses(self.network, split, self.train_config, temperature=temperature)
 
-    def scores(self, split: Split, losses: Tensor | None = None) -> list[float]:
+    def scores(self, split: Split) -> list[float]:
         """Weighted means of `losses` over a split; Inf for failed runs."""
-        losses = self.losses(split) if losses is None else losses
-        values = mean_over_samples(losses, split.weight).tolist()
+        values = mean_over_samples(self.losses(split), split.weight).tolist()
         return [v if r not in self.fitted.failures and math.isfinite(v) else math.inf for r, v in enumerate(values)]
 
     def ensemble(self, run: int) -> StackedEnsemble:

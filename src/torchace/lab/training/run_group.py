@@ -106,13 +106,6 @@ class RunGroup(nn.Module):
     def forward(self, x: Inputs, *, own: bool = False) -> Tensor:
         """Logits `(R, K, B, C)` of batches `(R, B, ...)`, or with `own`, `(R, K, B, ...)`."""
         lead = input_tensors(x)[0].shape[:3]
-        if self.whole:
-            if own:
-                raise ValueError(
-                    f"Expected shared batches for {type(self.members.stacked).__name__}, whose members share layers, "
-                    "but got own ones. Use batches='shared'."
-                )
-            return self._split_runs(self._compute(self.members, *self._arguments(self.members, x)))
         if self.trunk is None:
             x = map_inputs(lambda t: t.flatten(0, 1), x) if own else x
             return self._split_runs(self._compute(self.members, *self._arguments(self.members, x)))
@@ -121,11 +114,6 @@ class RunGroup(nn.Module):
         features = average_shared_gradients(features, self.num_members)
         if not own:
             return self._from_features(features)
-        if not isinstance(features, Tensor):
-            raise TypeError(
-                f"Expected the trunk to return one tensor for members with own batches, but got "
-                f"{type(features).__name__}. Use shared batches."
-            )
         features = features.unflatten(1, lead[1:])  # (R, K, B, ...)
         if self.heads:
             return self.members.compute([features], {"batches": "separate"}, own=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,50 +15,41 @@ from torchace.kernels import LossOptions, LossResult, composite, member_terms
 from torchace.lab.training.config import TrainConfig
 
 
-class LossInputs(NamedTuple):
-    """Arguments of a loss whose members share their batches."""
-
-    logits: Tensor  # (R, K, B, C)
-    y: Tensor  # (R, B) or (R, B, M)
-    diversity: Tensor  # (R,)
-    alpha: float | None = None  # member weight; None: 1/K
-    mixture: Tensor | None = None  # (R, B, C)
-    label_smoothing: float | Tensor = 0.0  # a number for all runs, or (R,)
-
-
 @dataclass(frozen=True)
 class TaskLoss:
     """Link, losses, scores and predictions of a task; a sample's loss is the mean over its outputs."""
 
     link: str
     score_name: str  # of `scores` in result files
-    closed_form: Callable[[LossInputs, Tensor], LossResult]  # of inputs and scale (R, B)
+    # of logits (R, K, B, C), y (R, B) or (R, B, M), λ (R,), scale (R, B) or (R, K, B), member weight (None: 1/K),
+    # mixture (R, B, C) or None, label smoothing (a number or (R,))
+    closed_form: Callable[..., LossResult]
     scores: Callable[[Tensor, Tensor], Tensor]  # of logits (R, K, N, C) and y, (N, ...) or (R, N, ...): (R, N)
     mixture_scores: Callable[[Tensor, Tensor], Tensor]  # the same of the ensemble's predictions (R, N, C)
     predictions: Callable[[Tensor], Tensor]  # of logits: probabilities or numbers, in their shape
 
 
-def _ace_options(inputs: LossInputs, scale: float | Tensor, detach_others: bool = True) -> LossOptions:
-    alpha = None if inputs.alpha is None else inputs.diversity.new_full((inputs.logits.shape[1],), inputs.alpha)
-    return LossOptions(
-        inputs.y,
-        inputs.diversity,
-        alpha=alpha,
-        mixture=inputs.mixture,
-        scale=scale,
-        label_smoothing=inputs.label_smoothing,
-        detach_others=detach_others,
-    )
-
-
-def ace_by_autograd(inputs: LossInputs, scale: Tensor) -> LossResult:
-    """ACE with gradients into the other members, which has no closed form."""
-    z = inputs.logits.detach().requires_grad_()
+def _ace(
+    logits: Tensor,
+    y: Tensor,
+    diversity: Tensor,
+    scale: Tensor,
+    alpha: float | None = None,
+    mixture: Tensor | None = None,
+    smoothing: float | Tensor = 0.0,
+    *,
+    detach_others: bool = True,
+) -> LossResult:
+    alphas = None if alpha is None else diversity.new_full((logits.shape[1],), alpha)
+    options = LossOptions(y, diversity, alphas, mixture=mixture, scale=scale, label_smoothing=smoothing)
+    if detach_others:
+        return member_terms(logits, options)
+    z = logits.detach().requires_grad_()  # gradients into the other members have no closed form
     with torch.enable_grad():
-        losses = composite.member_losses(z, _ace_options(inputs, 1.0, detach_others=False))
+        losses = composite.member_losses(z, replace(options, scale=1.0, detach_others=False))
         losses = (losses * (scale if scale.ndim == 3 else scale.unsqueeze(1))).sum(2)
     (gradient,) = torch.autograd.grad(losses.sum(), z)
-    return LossResult(losses.detach(), _cross_entropy(inputs.logits.to(scale.dtype), inputs.y), gradient)
+    return LossResult(losses.detach(), _cross_entropy(logits.to(scale.dtype), y), gradient)
 
 
 def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
@@ -72,11 +63,10 @@ def _log(mixture: Tensor) -> Tensor:
     return mixture.clamp_min(torch.finfo(mixture.dtype).tiny).log()
 
 
-def _binary_closed_form(inputs: LossInputs, scale: Tensor) -> LossResult:
-    z, y, diversity, alpha, mixture, smoothing = inputs
-    if isinstance(smoothing, Tensor):
-        smoothing = smoothing.view(-1, 1, 1)
-    return binary.closed_form(z, y, diversity, scale, alpha, mixture, smoothing)
+def _binary(*arguments: Any) -> LossResult:
+    *others, smoothing = arguments
+    shaped = smoothing.view(-1, 1, 1) if isinstance(smoothing, Tensor) else smoothing
+    return binary.closed_form(*(*others, shaped))
 
 
 def _squared_error(mean: Tensor, y: Tensor) -> Tensor:
@@ -87,7 +77,7 @@ TASKS = {
     "classification": TaskLoss(
         link="softmax",
         score_name="cross_entropy",
-        closed_form=lambda inputs, scale: member_terms(inputs.logits, _ace_options(inputs, scale)),
+        closed_form=_ace,
         scores=_cross_entropy,
         mixture_scores=lambda mixture, y: -_log(mixture).gather(2, y.unsqueeze(2)).squeeze(2),
         predictions=lambda logits: logits.softmax(-1),
@@ -95,7 +85,7 @@ TASKS = {
     "multilabel": TaskLoss(
         link="sigmoid",
         score_name="cross_entropy",
-        closed_form=_binary_closed_form,
+        closed_form=_binary,
         scores=binary.ensemble_cross_entropy,
         mixture_scores=lambda mixture, y: -(y * _log(mixture) + (1 - y) * _log(1 - mixture)).mean(-1),
         predictions=torch.sigmoid,
@@ -103,7 +93,7 @@ TASKS = {
     "regression": TaskLoss(
         link="identity",
         score_name="mse",
-        closed_form=lambda i, scale: ncl.closed_form(i.logits, i.y, i.diversity, scale, i.alpha, i.mixture),
+        closed_form=lambda *arguments: ncl.closed_form(*arguments[:6]),
         scores=lambda logits, y: _squared_error(logits.mean(1), y),
         mixture_scores=_squared_error,
         predictions=lambda logits: logits,
@@ -139,21 +129,20 @@ def compute_objective(
     if weight is not None:
         scale = scale * weight
     smoothing = config.label_smoothing if label_smoothing is None else label_smoothing
-    inputs = LossInputs(logits, y, diversity, None if mixture is None else 1 / num_members, mixture, smoothing)
+    z, target, shared = logits, y, mixture
     if own:  # R·K runs of one member: its loss needs only the others' predictions on its batch
-        # no mixture: separate batches, no coupling
-        coupled = torch.zeros_like(diversity) if mixture is None else diversity
-        inputs = inputs._replace(
-            logits=logits.flatten(0, 1).unsqueeze(1),
-            y=y.flatten(0, 1),
-            diversity=coupled.repeat_interleave(local_members),
-            mixture=None if mixture is None else mixture.unflatten(1, logits.shape[1:3]).flatten(0, 1),
-            label_smoothing=smoothing.repeat_interleave(local_members) if isinstance(smoothing, Tensor) else smoothing,
-        )
+        z, target = logits.flatten(0, 1).unsqueeze(1), y.flatten(0, 1)
         scale = scale.expand(num_runs, local_members, -1).flatten(0, 1)
+        if mixture is None:  # separate batches, no coupling
+            diversity = torch.zeros_like(diversity)
+        else:
+            shared = mixture.unflatten(1, logits.shape[1:3]).flatten(0, 1)
+        diversity = diversity.repeat_interleave(local_members)
+        smoothing = smoothing.repeat_interleave(local_members) if isinstance(smoothing, Tensor) else smoothing
     # members with own batches are not coupled by gradients
-    compute = task.closed_form if config.detach_others or own else ace_by_autograd
-    losses, scores, gradient = compute(inputs, scale)
+    options = {} if config.detach_others or own else {"detach_others": False}
+    alpha = None if mixture is None else 1 / num_members
+    losses, scores, gradient = task.closed_form(z, target, diversity, scale, alpha, shared, smoothing, **options)
     assert scores is not None
     assert gradient is not None
     if own:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +26,6 @@ from torchace.lab.training.members import fit_run_temperature, train_members
 from torchace.lab.training.tasks import TASKS, mean_over_samples
 from torchace.lab.tuning.search import (
     MAX_SEEDS,
-    Search,
     SearchCache,
     SearchCallback,
     SearchProblem,
@@ -47,13 +44,6 @@ MEMORY = 2**30  # bytes of a run group, estimated
 
 Scores = Mapping[int, float | None]  # by seed; None for a training that failed
 Losses = dict[float, dict[int, Tensor | None]]  # (N,) by λ and seed; None for a training that failed
-
-
-class ScoredSplit(NamedTuple):
-    """Samples that a search scores."""
-
-    split: Split
-    plain: bool = False  # before the temperature
 
 
 def select_diversity(scores: Mapping[float, Scores]) -> float:
@@ -98,7 +88,7 @@ class TunedDiversity(DiversitySearch):
 
 
 @dataclass(frozen=True)
-class GridSearch(Search):
+class GridSearch:
     """Search λ by the ensemble's cross entropy (or squared error) on validation samples.
 
     Each round refines around the best λ; λ=0 is always a candidate. A best λ above 0 is compared with λ=0 on fresh
@@ -125,11 +115,9 @@ class GridSearch(Search):
         for diversity in self.candidates:
             check_fraction(diversity, "candidates")
         self.problem.check_coupled()
-        if self.test is not None:
-            self.problem.check_split(self.test, "test")
 
     def run(self, callback: SearchCallback | None = None, stop: Callable[[], bool] = lambda: False) -> TunedDiversity:
-        """Search λ, then measure its gain."""
+        """Search λ, then measure its gain; if `stop`, called before every step, returns True, raise `Interrupted`."""
         problem, max_loss = self.problem, LARGEST / self.score_scale  # the limit of result files
         train = _GroupTrainer(problem, self.cache, callback or SearchCallback(), stop, max_loss)
         seeds, fresh_seeds = problem.training_seeds(self.num_seeds), problem.training_seeds(self.num_fresh, fresh=True)
@@ -144,12 +132,12 @@ class GridSearch(Search):
                 if baseline is not None and is_overfit(*baseline):
                     tried = [0.0]
                 elif PROBE in tried:
-                    losses |= train(SearchStage(1, "search", (PROBE,), seeds), ScoredSplit(problem.validation))
+                    losses |= train(SearchStage(1, "search", (PROBE,), seeds), problem.validation)
                     tried = tried if self._is_promising(losses, PROBE) else [0.0, PROBE]
             while tried and len(rounds) < self.rounds:
                 rounds.append(tuple(tried))
                 if untried := tuple(diversity for diversity in tried if diversity not in losses):
-                    losses |= train(SearchStage(len(rounds), "search", untried, seeds), ScoredSplit(problem.validation))
+                    losses |= train(SearchStage(len(rounds), "search", untried, seeds), problem.validation)
                 scores = {
                     d: {seed: self._score(row, problem.validation) for seed, row in rows.items()}
                     for d, rows in losses.items()
@@ -161,7 +149,7 @@ class GridSearch(Search):
                 split, name, choices = self.test, self.test_name, 1
                 if split is None:
                     split, name, choices = problem.validation, "validation", len(scores) - 1
-                fresh = train(SearchStage(len(rounds) + 1, "gain", (0.0, best), fresh_seeds), ScoredSplit(split))
+                fresh = train(SearchStage(len(rounds) + 1, "gain", (0.0, best), fresh_seeds), split)
                 baseline_losses, chosen_losses = (
                     {seed: None if row is None else self.score_scale * row.numpy() for seed, row in fresh[d].items()}
                     for d in (0.0, best)
@@ -194,18 +182,15 @@ class GridSearch(Search):
         These are of the training and of the validation samples, before the temperature; None if every training failed.
         """
         problem, start = self.problem, time.monotonic()
-        parts = (
-            ScoredSplit(problem.validation),
-            ScoredSplit(problem.train, plain=True),
-            ScoredSplit(problem.validation, plain=True),
-        )
-        losses = train(SearchStage(1, "search", (0.0,), seeds), *parts)[0.0]
+        plain = (problem.train, problem.validation)
+        losses = train(SearchStage(1, "search", (0.0,), seeds), problem.validation, plain)[0.0]
         runs = (num_candidates - 1 + 2 * (self.rounds - 1)) * self.num_seeds + 2 * self.num_fresh
         train.callback.on_estimate((time.monotonic() - start) / self.num_seeds * runs)
-        sizes = [len(part.split) for part in parts]
+        sizes = [len(split) for split in (problem.validation, *plain)]
         rows = {seed: [None] * 3 if row is None else row.split(sizes) for seed, row in losses.items()}
         means = [
-            _mean({seed: self._score(row[place], parts[place].split) for seed, row in rows.items()}) for place in (1, 2)
+            _mean({seed: self._score(row[place], split) for seed, row in rows.items()})
+            for place, split in enumerate(plain, start=1)
         ]
         validation = {seed: row[0] for seed, row in rows.items()}
         return validation, (means[0], means[1]) if math.isfinite(means[0]) else None
@@ -240,12 +225,14 @@ class _GroupTrainer:
     stop: Callable[[], bool]
     max_loss: float  # above it, a training counts as failed
 
-    def __call__(self, stage: SearchStage, *parts: ScoredSplit) -> Losses:
+    def __call__(self, stage: SearchStage, split: Split, plain: Sequence[Split] = ()) -> Losses:
+        """Losses on `split`, followed by those on `plain` before the temperature."""
         # all λ of a seed in one group: they share batches
         runs = [(diversity, seed) for seed in stage.seeds for diversity in stage.diversities]
         rows: list[Tensor | None] = []
-        for group in split_evenly(runs, self._max_runs()):
-            losses = self._train(stage, group, parts, start=len(rows) / len(runs), share=len(group) / len(runs))
+        for places in np.array_split(np.arange(len(runs)), math.ceil(len(runs) / self._max_runs())):
+            group = [runs[place] for place in places]
+            losses = self._train(stage, group, split, plain, start=len(rows) / len(runs), share=len(group) / len(runs))
             rows += [row if bool((row.abs() < self.max_loss).all()) else None for row in losses]
         self.callback.on_search(stage, 1.0)
         by_run = dict(zip(runs, rows, strict=True))
@@ -255,16 +242,16 @@ class _GroupTrainer:
         self,
         stage: SearchStage,
         group: Sequence[tuple[float, int]],
-        parts: Sequence[ScoredSplit],
-        start: float,
+        split: Split,
+        plain: Sequence[Split],
+        start: float,  # of the stage, as a fraction
         share: float,
     ) -> Tensor:
-        """Return losses `(R, N)` of all parts in float64; NaN for failed runs."""
-        name = f"{stage.purpose}-{hashlib.sha256(json.dumps(group).encode()).hexdigest()[:12]}"
-        size = sum(len(part.split) for part in parts)
-        if self.cache is not None and (finished := self.cache.read(name, (len(group), size))) is not None:
+        """Return losses `(R, N)` of all splits in float64; NaN for failed runs."""
+        problem, cache = self.problem, self.cache
+        file = None if cache is None else cache.group_file(stage.purpose, group)
+        if cache is not None and file is not None and (finished := cache.read(file)) is not None:
             return finished
-        problem = self.problem
         trained = train_members(
             problem.plan,
             problem.train,
@@ -272,18 +259,18 @@ class _GroupTrainer:
             diversities=[diversity for diversity, _ in group],
             seeds=[seed for _, seed in group],
             validation=problem.validation,
-            checkpoint_policy=None if self.cache is None else self.cache.checkpoint_policy(name),
+            checkpoint_policy=None if cache is None or file is None else cache.checkpoint_policy(file),
             on_progress=lambda p: self.callback.on_search(stage, start + share * p.step / p.steps),
             stop=self.stop,
         )
         temperature = None
         if problem.plan.has_temperature:  # as the model will have one
             temperature = [fit_run_temperature(trained, problem.validation, run=run) for run in range(len(group))]
-        rows = (trained.losses(part.split, None if part.plain else temperature) for part in parts)
-        losses = torch.cat(list(rows), 1).double().cpu()
+        rows = [trained.losses(split, temperature), *(trained.losses(part) for part in plain)]
+        losses = torch.cat(rows, 1).double().cpu()
         losses[sorted(trained.fitted.failures)] = torch.nan
-        if self.cache is not None:
-            self.cache.write(name, losses)
+        if cache is not None and file is not None:
+            cache.write(file, losses)
         return losses
 
     def _max_runs(self) -> int:
@@ -294,12 +281,6 @@ class _GroupTrainer:
         # weights, gradients, two moments and the best epoch's weights; activations and their gradients; inputs
         numbers = plan.num_members * (5 * weights + 2 * rows * sum(widths[1:])) + plan.batch_size * widths[0]
         return max(1, min(MAX_RUNS, MEMORY // (plan.train_config(1).dtype.itemsize * numbers)))
-
-
-def split_evenly(runs: Sequence[tuple[float, int]], limit: int) -> list[list[tuple[float, int]]]:
-    """Split runs into the fewest parts of at most `limit`, with sizes that differ by at most one."""
-    parts = np.array_split(np.arange(len(runs)), math.ceil(len(runs) / limit))
-    return [[runs[i] for i in part] for part in parts]
 
 
 def _mean(scores: Scores) -> float:

@@ -1,13 +1,12 @@
-"""Interface of `GridSearch` and `OptunaSearch`, the gain of the chosen λ, and the store of a grid search."""
+"""The problem and the callback of a search, the gain of the chosen λ, and the store of a grid search."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
@@ -115,21 +113,6 @@ class SearchProblem:
     num_outputs: int  # classes, or targets of a regression
     seed: int = 0  # problems with different seeds share no training seeds
 
-    def __post_init__(self) -> None:
-        self.check_split(self.train, "train")
-        self.check_split(self.validation, "validation")
-        if operator.index(self.seed) < 0:
-            raise ValueError(f"Expected `seed` to be at least 0, but got {self.seed}.")
-
-    def check_split(self, split: Split, name: str) -> None:
-        """Refuse an empty split, samples that are not vectors, or another precision."""
-        dtype = self.plan.train_config(1).dtype
-        if len(split) == 0 or split.x.ndim != 2 or split.x.dtype != dtype:
-            raise ValueError(
-                f"Expected `{name}` with at least one vector, `(N, D)`, of {dtype}, "
-                f"but got {tuple(split.x.shape)} of {split.x.dtype}."
-            )
-
     def check_coupled(self) -> None:
         """Refuse a plan for which λ > 0 is not defined."""
         if self.plan.batches == "separate":
@@ -137,7 +120,7 @@ class SearchProblem:
 
     def training_seeds(self, count: int, *, fresh: bool = False) -> tuple[int, ...]:
         """Return training seeds; `fresh` ones are not used for choosing."""
-        start = 2 * MAX_SEEDS * operator.index(self.seed) + (MAX_SEEDS if fresh else 0)
+        start = 2 * MAX_SEEDS * self.seed + (MAX_SEEDS if fresh else 0)
         return tuple(range(start, start + count))
 
     def fingerprint(self, **splits: Split | None) -> dict[str, Any]:
@@ -177,17 +160,6 @@ class SearchCallback:
         """Called after a trial; `value` is None unless it is complete."""
 
 
-class Search(ABC):
-    """A search for λ, alone or with other hyperparameters."""
-
-    @abstractmethod
-    def run(self, callback: SearchCallback | None = None, stop: Callable[[], bool] = lambda: False) -> Any:
-        """Search or resume; if `stop`, called before every step, returns True, save and raise `Interrupted`.
-
-        The result has the chosen λ, `diversity`, and `to_dict()`, the content of a result file.
-        """
-
-
 def fingerprint_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Describe how a stored search differs from this one; None if it does not."""
     for key in sorted({*before, *now} - {"samples"}):
@@ -199,28 +171,25 @@ def fingerprint_difference(before: Mapping[str, Any], now: Mapping[str, Any]) ->
     return None
 
 
-FINGERPRINT = "fingerprint.json"
 REMEDY = "the directory to search again"
 
 
 class SearchCache:
-    """The directory of one grid search; the current group is saved every so many seconds or steps."""
+    """The directory of one grid search; the current group is saved every so many seconds."""
 
-    def __init__(self, directory: Path, every_seconds: float | None = 30.0, every_steps: int | None = None) -> None:
-        self.directory, self.every_seconds, self.every_steps = directory, every_seconds, every_steps
+    def __init__(self, directory: Path, every_seconds: float = 30.0) -> None:
+        self.directory, self.every_seconds = directory, every_seconds
+        self._checkpoints = directory / "checkpoints"
         self._search = ""  # SHA-256 of the fingerprint
 
     @contextmanager
     def open(self, fingerprint: Mapping[str, Any]) -> Iterator[None]:
         """Lock the directory; refuse one of another search."""
         with RunStore(self.directory).lock():
-            file = self.directory / FINGERPRINT
+            file = self.directory / "fingerprint.json"
             if not file.exists():
                 write_record(file, {"search": fingerprint})
-            try:
-                difference = fingerprint_difference(read_record(file, REMEDY)["search"], fingerprint)
-            except (LookupError, AttributeError, TypeError) as error:
-                raise _damaged(file) from error
+            difference = fingerprint_difference(read_record(file, REMEDY)["search"], fingerprint)
             if difference is not None:
                 raise RunStoreError(
                     f"{self.directory} holds a search {difference}. Choose another --out, or remove the directory."
@@ -229,53 +198,30 @@ class SearchCache:
             for folder in (self.directory, self.directory / "groups"):
                 remove_partial(folder)
             yield
+            shutil.rmtree(self._checkpoints, ignore_errors=True)
 
-    def read(self, group: str, shape: tuple[int, int]) -> Tensor | None:
+    def group_file(self, purpose: str, runs: Sequence[tuple[float, int]]) -> Path:
+        """Return the file that marks a group as finished; every search has its own."""
+        digest = json_digest({"search": self._search, "runs": list(runs)})
+        return self.directory / "groups" / f"{purpose}-{digest[:12]}.json"
+
+    def read(self, file: Path) -> Tensor | None:
         """Return the losses `(R, N)` of a finished group; None if it is not finished."""
-        file = self._file(group)
         if not file.exists():
             return None
-        content, arrays = read_record(file, REMEDY), file.with_suffix(".safetensors")
-        if content.get("search_sha256") != self._search:
-            raise RunStoreError(f"{file} belongs to another search. Choose another --out, or remove the directory.")
-        try:
-            data = arrays.read_bytes()
-            losses = load_safetensors(data)["losses"]
-        except OSError as error:
-            raise RunStoreError(f"Cannot read {arrays}: {error.strerror}. Remove {file} to train it again.") from error
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise _damaged(arrays) from error
-        if losses.shape != shape or hashlib.sha256(data).hexdigest() != content.get("arrays_sha256"):
-            raise _damaged(arrays)
-        self._remove_checkpoint(group)  # of a process killed before it could
-        return losses
+        digest, arrays = read_record(file, REMEDY).get("arrays_sha256"), file.with_suffix(".safetensors")
+        data = arrays.read_bytes() if arrays.exists() else b""
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise RunStoreError(f"{arrays} is damaged. Choose another --out, or remove {REMEDY}.")
+        return load_safetensors(data)["losses"]
 
-    def write(self, group: str, losses: Tensor) -> None:
-        """Store a finished group: the losses, then the JSON file that marks it as finished."""
-        data, file = save_safetensors({"losses": losses}), self._file(group)
+    def write(self, file: Path, losses: Tensor) -> None:
+        """Store a finished group: the losses, then the JSON file."""
+        data = save_safetensors({"losses": losses})
         write_atomic(file.with_suffix(".safetensors"), data)
-        write_record(file, {"search_sha256": self._search, "arrays_sha256": hashlib.sha256(data).hexdigest()})
-        self._remove_checkpoint(group)
+        write_record(file, {"arrays_sha256": hashlib.sha256(data).hexdigest()})
+        shutil.rmtree(self._checkpoints, ignore_errors=True)
 
-    def checkpoint_policy(self, group: str) -> CheckpointPolicy:
-        """Return the policy for a group and remove the checkpoints of others."""
-        for folder in (self.directory / "checkpoints").glob("*"):
-            if folder.name != group and folder.is_dir():
-                Checkpoints(folder).remove()
-        return CheckpointPolicy(self._checkpoints(group), self.every_steps, self.every_seconds)
-
-    def _remove_checkpoint(self, group: str) -> None:
-        self._checkpoints(group).remove()
-        with suppress(OSError):
-            (self.directory / "checkpoints").rmdir()
-
-    def _checkpoints(self, group: str) -> Checkpoints:
-        owner = {"group": group, "search_sha256": self._search}
-        return Checkpoints(self.directory / "checkpoints" / group, owner=owner)
-
-    def _file(self, group: str) -> Path:
-        return self.directory / "groups" / f"{group}.json"
-
-
-def _damaged(file: Path) -> RunStoreError:
-    return RunStoreError(f"{file} is damaged. Choose another --out, or remove {REMEDY}.")
+    def checkpoint_policy(self, file: Path) -> CheckpointPolicy:
+        """Return the policy of a group."""
+        return CheckpointPolicy(Checkpoints(self._checkpoints / file.stem), every_seconds=self.every_seconds)
