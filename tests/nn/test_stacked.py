@@ -699,12 +699,10 @@ def test_replaced_buffer():
 
 UNUSUAL: dict[str, Make] = {
     "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, CLASSES))),
-    "old spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, CLASSES))),
     "data-dependent": lambda: within(Undecided()),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated")
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_forwards_equal_members_one_by_one(name):
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ from torchace.nn.base import EnsembleModule
 from torchace.nn.checkpoints import find_mismatch
 from torchace.nn.conversion import find_class_axis, find_logits, refuse_labels
 from torchace.nn.stacked import StackedEnsemble
-from torchace.nn.stacked_state import copy_module, take_members
+from torchace.nn.stacked_state import take_members
 from torchace.nn.stacking import Decision
 
 ADAPTERS = ("multiplicative", "low_rank")
@@ -97,7 +97,7 @@ def adapt(
     """
     alpha = _check_arguments(model, num_members, adapter, rank, alpha)
     trained = freeze if trained is None else trained
-    host = copy_module(model, {})
+    host = copy.deepcopy(model)
     if freeze:
         host.requires_grad_(False)
     head_names, head_name = find_adapted_head(host, head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from torchace.nn.base import (
 )
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.stacked import StackedEnsemble
-from torchace.nn.stacked_state import copy_module, recompute_weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -282,4 +282,4 @@ def _copy_with(module: nn.Module, tensors: dict[int, Tensor]) -> nn.Module:
     memo: dict[int, Any] = {
         i: nn.Parameter(t, requires_grad=parameters[i]) if i in parameters else t for i, t in tensors.items()
     }
-    return recompute_weights(copy_module(module, memo))
+    return copy.deepcopy(module, memo)
