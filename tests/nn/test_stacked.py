@@ -32,7 +32,7 @@ def flat_mlp() -> nn.Module:
 
 
 def normed_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.PReLU(), nn.Linear(8, CLASSES))
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES))
 
 
 def conv() -> nn.Module:

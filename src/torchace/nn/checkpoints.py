@@ -32,12 +32,12 @@ def load_members(
     """Return one model for each file, with its weights, in evaluation mode; see `Ensemble.from_checkpoints`."""
     if isinstance(paths, (str, os.PathLike)):
         raise TypeError(f"Expected a list of paths, but got one, {os.fspath(paths)!r}. Write [path].")
-    paths = [Path(path) for path in paths]
-    makers = list(make_model) if isinstance(make_model, Sequence) else [make_model] * len(paths)
-    if len(makers) != len(paths):
-        raise ValueError(f"Expected one function for each of {len(paths)} checkpoints, but got {len(makers)}.")
+    files = [Path(path) for path in paths]
+    makers = list(make_model) if isinstance(make_model, Sequence) else [make_model] * len(files)
+    if len(makers) != len(files):
+        raise ValueError(f"Expected one function for each of {len(files)} checkpoints, but got {len(makers)}.")
     members = []
-    for make, path in zip(makers, paths, strict=True):
+    for make, path in zip(makers, files, strict=True):
         model: Any = None if isinstance(make, nn.Module) else make()
         if not isinstance(model, nn.Module):
             raise TypeError("Expected `make_model` to be a function that returns a model. Write lambda: ...")
