@@ -255,8 +255,7 @@ def test_several_state_dicts(tmp_path):
         (lambda state: state.update({"0.bias": torch.ones(6, dtype=torch.cfloat)}), "'0.bias' is torch.complex64 in"),
     ],
 )
-@pytest.mark.parametrize("prefix", ["", "model."])
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize(("prefix", "suffix"), [("", "pt"), ("model.", "safetensors")])
 def test_a_mismatch_names_the_file_and_the_weight(change, said, prefix, suffix, tmp_path):
     good, bad = tmp_path / f"good.{suffix}", tmp_path / f"bad.{suffix}"
     state = dict(train_model().state_dict())
