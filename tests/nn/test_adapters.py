@@ -298,7 +298,7 @@ class Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Module()
-        self.inner.read, self.a = nn.Linear(8, 8), nn.utils.weight_norm(nn.Linear(6, 8))
+        self.inner.read, self.a = nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(6, 8))
         self.kernel, self.out = nn.Conv1d(8, 4, 1), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -307,7 +307,6 @@ class Reader(nn.Module):
         return self.out(nn.functional.conv1d(x[..., None], self.kernel.weight, self.kernel.bias).flatten(1).tanh())
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("adapter", KINDS)
 def test_layers_whose_weights_are_read_without_a_call(adapter):
     torch.manual_seed(0)

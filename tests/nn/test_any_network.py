@@ -22,7 +22,7 @@ def with_marks(names: Iterable[str], *, first_tier: Iterable[str] = OWN) -> list
 
 
 # Calls that no rule computes: their nodes run under vmap, or member by member.
-WITHOUT_RULE = {"wild": {"bilinear"}}
+WITHOUT_RULE = {"wild": {"bilinear", "einsum", "prelu"}, "unet": {"conv_transpose2d"}}
 # BatchNorm over two samples after many layers: rounding grows from step to step. Their gradients are compared above.
 DEEP = ("regnet_y_400mf", "swin_tiny", "shufflenet", "mobilenet_v3_small")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -103,7 +103,11 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str
     "dict": (lambda: Member({"a": 1}), lambda: Member({"a": 2}), "'state' of layer 'inner'"),
     "set": (lambda: Member({1}), lambda: Member({2}), "'state' of layer 'inner'"),
     "nested array": (lambda: Member([np.ones(2)]), lambda: Member([np.zeros(2)]), "'state' of layer 'inner'"),
-    "generator": (lambda: Member(iter([1])), lambda: Member(iter([1])), "list_iterator, whose position cannot be comp"),
+    "generator": (
+        lambda: Member(i for i in [1]),
+        lambda: Member(i for i in [1]),
+        "'state' of layer 'inner' in member 1 holds a value that cannot be compared",
+    ),
     "missing": (Member, missing, "'_act' of the whole is missing"),
     "function": (Member, lambda: Member(act=torch.tanh), "'_act' of the whole"),
     "lambda": (lambda: Member(act=lambda x: x + 1), lambda: Member(act=lambda x: x + 2), "'_act' of the whole"),
@@ -114,7 +118,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str
     "hook's options": (
         lambda: add_hook("register_forward_hook", double),
         lambda: add_hook("register_forward_hook", double, always_call=True),
-        "'_forward_hooks' of layer 'inner.0'",
+        "'_forward_hooks_always_called' of layer 'inner.0'",
     ),
     "pre-hook": (
         Member,
@@ -219,4 +223,5 @@ def test_networks_of_one_architecture_are_accepted(name):
     for member, other in zip(members, back, strict=True):
         for one, two in zip(member.state_dict().values(), other.state_dict().values(), strict=True):
             assert torch.equal(one, two)
-    assert len(StackedEnsemble([*members, copy.deepcopy(members[0])])) == 3
+    if name != "traced":  # a copy's class has another name
+        assert len(StackedEnsemble([*members, copy.deepcopy(members[0])])) == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import pickle
-import warnings
 from pathlib import Path
 
 import pytest
@@ -83,7 +82,6 @@ WAYS = {
         {"net": model.state_dict(), "epoch": 3, "optimizer": torch.optim.Adam(model.parameters()).state_dict()},
         path.with_suffix(".tar"),
     ),
-    "model directory": lambda model, path: save_model(path.with_suffix(".model"), Ensemble([model])),
 }
 
 
@@ -219,14 +217,17 @@ def test_weights_beside_the_model(tmp_path):
     whole = Wrapper(model, teacher=teacher, loss=nn.CrossEntropyLoss(torch.ones(3)))
     torch.save(lightning_checkpoint(whole.state_dict()), tmp_path / "a.ckpt")
     with pytest.raises(
-        ModelFileError, match=r"a\.ckpt does not fit .*; if the rest may be left out, use prefix='model\.'"
+        ModelFileError,
+        match=r"a\.ckpt does not fit .*it has no '0\.weight'.* It has 'model\.0\.weight', .*prefix=\.\.\.",
     ):
         Ensemble.from_checkpoints(net, [tmp_path / "a.ckpt"])
     x = torch.randn(5, 4)
     for prefix, expected in {"model.": model, "model": model, "teacher": teacher}.items():
         (member,) = Ensemble.from_checkpoints(net, [tmp_path / "a.ckpt"], prefix=prefix)
         assert torch.equal(member(x), expected(x))
-    with pytest.raises(ModelFileError, match=r"has nothing under 'student\.'; it has 'model\.0\.weight', "):
+    with pytest.raises(
+        ModelFileError, match=r"it has no '0\.weight', which the model has\. It has 'model\.0\.weight', "
+    ):
         Ensemble.from_checkpoints(net, [tmp_path / "a.ckpt"], prefix="student")
 
 
@@ -254,8 +255,7 @@ def test_several_state_dicts(tmp_path):
         (lambda state: state.update({"0.bias": torch.ones(6, dtype=torch.cfloat)}), "'0.bias' is torch.complex64 in"),
     ],
 )
-@pytest.mark.parametrize("prefix", ["", "model."])
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize(("prefix", "suffix"), [("", "pt"), ("model.", "safetensors")])
 def test_a_mismatch_names_the_file_and_the_weight(change, said, prefix, suffix, tmp_path):
     good, bad = tmp_path / f"good.{suffix}", tmp_path / f"bad.{suffix}"
     state = dict(train_model().state_dict())
@@ -284,14 +284,9 @@ def test_files_that_would_run_code_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ModelFileError, match=r"pickle\.pt is not a file of torch\.save"):
         Ensemble.from_checkpoints(net, ["pickle.pt"])
     for name in ("module.pt", "bomb.ckpt"):
-        with pytest.raises(ModelFileError, match=rf"{name} holds objects other than tensors .* Save its weights alone"):
+        with pytest.raises(ModelFileError, match=rf"{name} holds more than tensors, .* Save its weights alone"):
             Ensemble.from_checkpoints(net, [name])
     assert not Path("bomb").exists()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r".?torch\.jit", DeprecationWarning)  # since torch 2.10
-        torch.jit.save(torch.jit.script(nn.Linear(4, 3)), "script.pt")
-    with pytest.raises(ModelFileError, match=r"script\.pt is a TorchScript archive, which holds code"):
-        Ensemble.from_checkpoints(net, ["script.pt"])
 
 
 def test_damaged_and_missing_files(tmp_path):
@@ -306,7 +301,7 @@ def test_damaged_and_missing_files(tmp_path):
     (tmp_path / "text.pt").write_text("weights of my model", encoding="utf-8")
     with pytest.raises(ModelFileError, match=r"text\.pt is not a file of torch\.save"):
         Ensemble.from_checkpoints(net, [tmp_path / "text.pt"])
-    with pytest.raises(ModelFileError, match="There is no checkpoint at"):
+    with pytest.raises(ModelFileError, match="There is no checkpoint file at"):
         Ensemble.from_checkpoints(net, [tmp_path / "none.pt"])
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
     with pytest.raises(ModelFileError, match="holds a Tensor and no weights by name"):
@@ -316,37 +311,14 @@ def test_damaged_and_missing_files(tmp_path):
         Ensemble.from_checkpoints(net, [tmp_path / "empty.pt"])
 
 
-def test_directories(tmp_path):
-    save_model(tmp_path / "two", Ensemble([net(), net()]))
-    with pytest.raises(ModelFileError, match=r"holds an ensemble of 2 members, .* load_model or load_weights"):
-        Ensemble.from_checkpoints(net, [tmp_path / "two"])
-    save_model(tmp_path / "shared", Ensemble([net()], trunk=nn.Linear(4, 4)))
-    with pytest.raises(ModelFileError, match="members, not one model"):
-        Ensemble.from_checkpoints(net, [tmp_path / "shared"])
-    save_model(tmp_path / "one", Ensemble([net()]))
-    weights = tmp_path / "one" / "weights.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(ModelFileError, match="SHA-256"):
-        Ensemble.from_checkpoints(net, [tmp_path / "one"])
-    (tmp_path / "hub").mkdir()
-    with pytest.raises(ModelFileError, match="give the file of the weights"):
-        Ensemble.from_checkpoints(net, [tmp_path / "hub"])
-    save_file(net().state_dict(), tmp_path / "hub" / "model.safetensors")
-    with pytest.raises(ModelFileError, match=r"give the file in it, .*hub/model\.safetensors"):
-        Ensemble.from_checkpoints(net, [tmp_path / "hub"])
-
-
 def test_argument_errors(tmp_path):
     torch.save(net().state_dict(), tmp_path / "a.pt")
     with pytest.raises(TypeError, match="Expected a list of paths, but got one"):
         Ensemble.from_checkpoints(net, tmp_path / "a.pt")
     with pytest.raises(TypeError, match="Expected a list of paths, but got one"):
         Ensemble.from_checkpoints(net, str(tmp_path / "a.pt"))
-    with pytest.raises(ValueError, match="at least one checkpoint"):
+    with pytest.raises(ValueError, match="at least one member"):
         Ensemble.from_checkpoints(net, [])
-    with pytest.raises(TypeError, match="a function that returns a model, but got Sequential"):
-        Ensemble.from_checkpoints(net(), [tmp_path / "a.pt"])
-    with pytest.raises(TypeError, match="a function that returns a model, but got int"):
-        Ensemble.from_checkpoints(lambda: 3, [tmp_path / "a.pt"])
-    with pytest.raises(TypeError, match="a function that returns a model, but got str"):
-        Ensemble.from_checkpoints("net", [tmp_path / "a.pt"])
+    for wrong in (net(), lambda: 3):
+        with pytest.raises(TypeError, match="a function that returns a model"):
+            Ensemble.from_checkpoints(wrong, [tmp_path / "a.pt"])

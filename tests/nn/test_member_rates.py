@@ -277,9 +277,8 @@ BAD = {
         None,
         {"learning_rate": [0.1] * 3},
         ValueError,
-        "`learning_rate` with 4 values, one per member, but got 3",
+        "Expected 4 finite values of at least 0 in `learning_rate`",
     ),
-    "number": (None, {"weight_decay": 0.1}, TypeError, "`weight_decay` as a list of 4 numbers, .* but got 0.1"),
     "negative": (None, {"weight_decay": [0.1, 0, 0, -1]}, ValueError, "finite values of at least 0 in `weight_decay`"),
     "nan": (None, {"learning_rate": [0.1, 0, 0, float("nan")]}, ValueError, "finite values of at least 0"),
     "zeros": (None, {"learning_rate": [0.0] * 4}, ValueError, "above 0 for at least one member"),
@@ -300,15 +299,13 @@ def test_ensembles_and_groups_that_cannot_have_rates_are_refused():
     plain = Ensemble(make_members())
     with pytest.raises(ValueError, match=r"none of Ensemble.*one group per member"):
         set_member_rates(SGD(plain.parameters()), plain, learning_rate=RATES)
-    ensemble, other = StackedEnsemble(make_members()), StackedEnsemble(make_members())
+    ensemble = StackedEnsemble(make_members())
     first, *rest = ensemble.parameters()
     optimizer = SGD([{"params": [first], "lr": 0.2}, {"params": rest}], lr=0.1)
     with pytest.raises(ValueError, match=r"one learning rate above 0 in all .* but got \[0.2, 0.1\]"):
         set_member_rates(optimizer, ensemble, learning_rate=RATES)
-    optimizer = SGD([*ensemble.parameters(), *other.parameters()])
+    optimizer = SGD(ensemble.parameters())
     set_member_rates(optimizer, ensemble, learning_rate=RATES)
-    with pytest.raises(ValueError, match="another ensemble"):
-        set_member_rates(optimizer, other, learning_rate=RATES)
     ensemble(batches(1)[0]).sum().backward()
     optimizer.found_inf = torch.zeros(())  # what GradScaler gives a fused optimizer
     with pytest.raises(ValueError, match="without GradScaler"):

@@ -137,7 +137,7 @@ def test_outputs_and_gradients(case, path, batches, monkeypatch):
         amended_cross_entropy(logits, y, 0.7).backward()
     torch.testing.assert_close(logits, one(x, batches=batches), **EXACT)
     assert stacked.explain().call_by_call == (path == "at once")
-    assert set(stacked.explain().counts()) <= {"batched", "once"}
+    assert set(stacked.explain().counts()) <= {"batched", "once", "vmap"}
     assert_same_gradients(one, stacked)
     for a, b in zip(one, stacked, strict=True):  # BatchNorm's statistics: `one` has seen the batch twice
         for (name, twice), (_, once) in zip(a.named_buffers(), b.named_buffers(), strict=True):
@@ -699,12 +699,10 @@ def test_replaced_buffer():
 
 UNUSUAL: dict[str, Make] = {
     "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, CLASSES))),
-    "old spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, CLASSES))),
     "data-dependent": lambda: within(Undecided()),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated")
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_forwards_equal_members_one_by_one(name):
     torch.manual_seed(0)

@@ -1,15 +1,14 @@
-"""Stacked members with BatchNorm updates, checkpointing and recomputed weights."""
+"""Stacked members with BatchNorm updates, checkpointing and weight norm."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
 
@@ -112,42 +111,14 @@ def test_checkpointing_a_stacked_ensemble(make, use_reentrant):
         torch.testing.assert_close(parameter.grad, expected, **EXACT)
 
 
-def old_weight_norm() -> nn.Module:
-    return nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.ReLU(), nn.utils.weight_norm(nn.Linear(8, CLASSES)))
-
-
 def new_weight_norm() -> nn.Module:
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, CLASSES))
 
 
-def pruned() -> nn.Module:
-    member = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES))
-    prune.random_unstructured(member[0], "weight", 0.5)
-    prune.l1_unstructured(member[0], "weight", 0.2)  # on top
-    prune.custom_from_mask(member[2], "bias", torch.rand(CLASSES) > 0.5)
-    return member
-
-
-def pruned_convolution() -> nn.Module:
-    member = nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(16, CLASSES))
-    prune.random_structured(member[1], "weight", 0.5, dim=0)
-    return member
-
-
-RECOMPUTED: dict[str, Callable[[], nn.Module]] = {
-    "old weight norm": old_weight_norm,
-    "weight norm": new_weight_norm,
-    "pruned": pruned,
-    "pruned convolution": pruned_convolution,
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", RECOMPUTED)
-def test_recomputed_weights(name):
+def test_weight_norm():
     torch.manual_seed(0)
-    members = [RECOMPUTED[name]().double() for _ in range(K)]
+    members = [new_weight_norm().double() for _ in range(K)]
     one, stacked = Ensemble(members), StackedEnsemble(members)
     optimizers = [torch.optim.SGD(ensemble.parameters(), lr=0.1, momentum=0.9) for ensemble in (one, stacked)]
     x, y = torch.randn(N, 6).double(), torch.randint(CLASSES, (N,))

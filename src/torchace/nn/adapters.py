@@ -36,7 +36,7 @@ from torchace.nn.adapter_layers import (
 from torchace.nn.base import EnsembleModule
 from torchace.nn.conversion import find_class_axis, find_logits, refuse_labels
 from torchace.nn.stacked import StackedEnsemble
-from torchace.nn.stacked_state import copy_module, shared_names, take_members
+from torchace.nn.stacked_state import shared_names, take_members
 from torchace.nn.stacking import Decision
 
 ADAPTERS = ("multiplicative", "low_rank")
@@ -110,7 +110,7 @@ def adapt(
         warnings.warn("`rank` and `alpha` have no effect: they belong to adapter='low_rank'.", stacklevel=2)
     alpha = ALPHA if alpha is None else alpha
     trained = freeze if trained is None else trained
-    host = copy_module(model, {})
+    host = copy.deepcopy(model)
     if freeze:
         host.requires_grad_(False)
     mark_shared(host)

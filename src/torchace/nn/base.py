@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -53,15 +52,10 @@ def average_shared_gradients(values: Any, num_members: int) -> Any:
     if isinstance(values, (tuple, list)):
         averaged = [average_shared_gradients(value, num_members) for value in values]
         return type(values)(*averaged) if hasattr(values, "_fields") else type(values)(averaged)  # a named tuple
-    if dataclasses.is_dataclass(values) and not isinstance(values, type):
-        result = copy.copy(values)
-        for field in dataclasses.fields(values):  # object.__setattr__ also sets fields of frozen dataclasses
-            object.__setattr__(result, field.name, average_shared_gradients(getattr(values, field.name), num_members))
-        return result
     if values is None or isinstance(values, CONSTANTS):
         return values
     raise TypeError(
-        "Expected the trunk to return a tensor, or a tuple, list, dict or dataclass of tensors, numbers, strings and "
+        "Expected the trunk to return a tensor, or a tuple, list or dict of tensors, numbers, strings and "
         f"None, but got {type(values).__name__}: its gradients could not be averaged over the members. "
         "Wrap the trunk in a module that returns the tensors that the members need."
     )
@@ -69,15 +63,16 @@ def average_shared_gradients(values: Any, num_members: int) -> Any:
 
 def check_shared_parameters(members: Sequence[nn.Module], trunk: nn.Module | None = None) -> dict[str, Tensor]:
     """Refuse trained parameters in several members or in trunk and member; return other shared tensors by place."""
-    owners: dict[Any, str] = {}
+    owners: dict[int, str] = {}
     shared: dict[str, Tensor] = {}
     parts = {"the trunk": trunk} if trunk is not None else {}
     for part, module in (parts | {f"member {k}": member for k, member in enumerate(members)}).items():
-        own = {name: (_storage_key(t), t) for name, t in [*module.named_parameters(), *module.named_buffers()]}
-        for name, (key, tensor) in own.items():
+        own: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        keys = {name: _memory_key(tensor) for name, tensor in own.items()}
+        for name, key in keys.items():
             if key in owners:
-                shared[f"{name!r} of {part}, the same tensor in {owners[key]},"] = tensor
-        owners.update({key: part for key, _ in own.values()})
+                shared[f"{name!r} of {part}, the same tensor in {owners[key]},"] = own[name]
+        owners.update(dict.fromkeys(keys.values(), part))
     for name, tensor in shared.items():
         if tensor.requires_grad:
             raise ValueError(
@@ -89,10 +84,8 @@ def check_shared_parameters(members: Sequence[nn.Module], trunk: nn.Module | Non
     return shared
 
 
-def _storage_key(tensor: Tensor) -> Any:
-    """Return a key that is equal for tensors in the same memory."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel()
-    return (tensor.device, tensor.data_ptr()) if plain else id(tensor)
+def _memory_key(tensor: Tensor) -> int:
+    return (type(tensor) in (Tensor, nn.Parameter) and tensor.data_ptr()) or id(tensor)
 
 
 def tensor_versions(values: Iterable[Any]) -> list[int]:
@@ -165,7 +158,6 @@ class EnsembleModule(nn.Module):
     `member_weights` (the paper's α) are uniform unless set.
     """
 
-    _version = 2  # of the state dict; 1 had no member weights
     member_weights: Tensor | None
 
     def __init__(self, num_members: int, link: str = "softmax") -> None:
@@ -180,18 +172,12 @@ class EnsembleModule(nn.Module):
         apply = super()._apply
         return apply_keeping_dtype(self, ("member_weights",), lambda: apply(fn, recurse))  # type: ignore[no-untyped-call]
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
-    ) -> None:
-        key = f"{prefix}member_weights"
-        if key in state_dict:
-            if self.member_weights is None:
-                self.set_member_weights([1 / self.num_members] * self.num_members)
-        elif local_metadata.get("version", 1) > 1:  # uniform weights
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}member_weights" not in state_dict:  # uniform weights
             self.member_weights = None
-        elif self.member_weights is not None:  # version 1: keep the current weights
-            state_dict[key] = self.member_weights
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        elif self.member_weights is None:
+            self.set_member_weights([1 / self.num_members] * self.num_members)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """Return the number of members and the link."""

@@ -66,9 +66,9 @@ class Ensemble(EnsembleModule):
     ) -> Self:
         """Build an ensemble of trained models, each from a file of its weights.
 
-        Reads `.safetensors`, files of `torch.save` (with `weights_only=True`) that are or contain a state dict, such as
-        Lightning's checkpoints, and directories that `save_model` wrote for one member. Prefixes that wrappers add
-        (`model.`, `module.`, `_orig_mod.`) are removed; then all names and shapes must match the model's.
+        Reads `.safetensors` and files of `torch.save` (with `weights_only=True`) that are or contain a state dict, such
+        as Lightning's checkpoints. Prefixes that wrappers add (`model.`, `module.`, `_orig_mod.`) are removed; then all
+        names and shapes must match the model's.
 
         Args:
             make_model: Returns a model, whose weights are then replaced; or a list of such functions, one a path.

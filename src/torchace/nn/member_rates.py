@@ -15,7 +15,7 @@ from torchace.nn.optimizers import stacked_parameters
 # A step's displacement is proportional to the learning rate.
 PROPORTIONAL = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop)
 
-_set: weakref.WeakKeyDictionary[Optimizer, _MemberRates] = weakref.WeakKeyDictionary()
+_handles: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # of the hooks
 
 
 def set_member_rates(
@@ -66,33 +66,27 @@ def set_member_rates(
             f"{type(optimizer).__name__} holds none of {type(ensemble).__name__}. For members with separate "
             "parameters, give the optimizer one group per member."
         )
-    before = _set.get(optimizer)
-    if before is not None and before.ensemble() not in (None, ensemble):
-        raise ValueError(
-            "Expected an optimizer without member rates, but got one with rates for another ensemble. Use one "
-            "optimizer per ensemble, or remove them first: set_member_rates(optimizer, other_ensemble)."
-        )
     num_members = max(stacked.values())
     rates = _check_values(learning_rate, "learning_rate", num_members)
     decays = _check_values(weight_decay, "weight_decay", num_members)
     if rates is not None and not max(rates) > 0:
         raise ValueError(f"Expected a `learning_rate` above 0 for at least one member, but got {rates}.")
-    if before is not None:
-        _set.pop(optimizer).remove()
+    for handle in _handles.pop(optimizer, ()):
+        handle.remove()
     if rates is not None or decays is not None:
-        _set[optimizer] = _MemberRates(optimizer, ensemble, set(stacked), rates, decays)
+        hooks = _MemberRates(optimizer, set(stacked), rates, decays)
+        _handles[optimizer] = [
+            optimizer.register_step_pre_hook(hooks.before_step),
+            optimizer.register_step_post_hook(hooks.after_step),
+        ]
 
 
 def _check_values(values: Sequence[float] | None, name: str, num_members: int) -> list[float] | None:
     if values is None:
         return None
-    if isinstance(values, (str, dict)) or not hasattr(values, "__iter__"):
-        raise TypeError(f"Expected `{name}` as a list of {num_members} numbers, one per member, but got {values!r}.")
     numbers = [float(value) for value in values]
-    if len(numbers) != num_members:
-        raise ValueError(f"Expected `{name}` with {num_members} values, one per member, but got {len(numbers)}.")
-    if not all(0 <= value < float("inf") for value in numbers):
-        raise ValueError(f"Expected finite values of at least 0 in `{name}`, but got {numbers}.")
+    if len(numbers) != num_members or not all(0 <= value < float("inf") for value in numbers):
+        raise ValueError(f"Expected {num_members} finite values of at least 0 in `{name}`, but got {numbers}.")
     return numbers
 
 
@@ -107,8 +101,7 @@ class _GroupPlan(NamedTuple):
 class _MemberRates:
     """Hooks around an optimizer's step: step with the largest rate, then scale each member's displacement."""
 
-    def __init__(self, optimizer: Optimizer, ensemble: nn.Module, stacked: set[int], rates: Any, decays: Any) -> None:
-        self.ensemble = weakref.ref(ensemble)
+    def __init__(self, optimizer: Optimizer, stacked: set[int], rates: Any, decays: Any) -> None:
         self.stacked, self.decays = stacked, decays
         self.plans = _make_plans(optimizer, stacked, rates, decays is not None)
         self.constants: dict[Any, Tensor] = {}
@@ -116,14 +109,6 @@ class _MemberRates:
         self.options: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.gradients: list[tuple[Tensor, Tensor]] = []
         self.starts: list[tuple[Tensor, Tensor, Tensor | float]] = []
-        self.handles = [
-            optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(self.after_step),
-        ]
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -141,11 +126,8 @@ class _MemberRates:
     @torch.no_grad()
     def prepare(self, optimizer: Optimizer) -> None:
         """Apply the members' weight decay, and set the groups to the largest rate and no decay."""
-        if getattr(optimizer, "found_inf", None) is not None:
-            raise ValueError(
-                "Expected a step without GradScaler for rates per member, because a fused optimizer scales gradients "
-                "itself. Build the optimizer with fused=False, or train in bfloat16, which needs no scaling."
-            )
+        if getattr(optimizer, "found_inf", None) is not None:  # a fused optimizer scales gradients itself
+            raise ValueError("Expected a step without GradScaler for rates per member. Use fused=False.")
         self.restore_options()  # after a step that failed
         self.gradients, self.starts = [], []
         for group, plan in zip(optimizer.param_groups, self.plans, strict=False):  # groups added later have no plan

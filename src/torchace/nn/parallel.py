@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
 
 from torchace import _checks
-from torchace._model_files import to_safetensors
 from torchace.functional import ensemble_log_probs, ensemble_probs
 from torchace.nn.base import (
     EnsembleModule,
@@ -23,7 +22,6 @@ from torchace.nn.base import (
 )
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.stacked import StackedEnsemble
-from torchace.nn.stacked_state import copy_module, recompute_weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,8 +77,7 @@ class MemberParallelEnsemble(EnsembleModule):
         if link is None:
             link = members.link if isinstance(members, EnsembleModule) else "softmax"
         given = _given_members(members, num_members)
-        count = num_members if given is None else len(given)
-        assert count is not None
+        count = len(given) if given else num_members or 0
         super().__init__(count, link)
         self._groups = _process_groups(group, mesh)
         self._rank, self._size = 0, 1
@@ -94,13 +91,10 @@ class MemberParallelEnsemble(EnsembleModule):
                 "Use fewer, or a mesh of members x data."
             )
         self.local_members = split_range(count, self._size, self._rank)
-        make: Callable[[int], nn.Module] = members if given is None else given.__getitem__  # type: ignore[assignment]
+        make: Callable[[int], nn.Module] = given.__getitem__ if given else members  # type: ignore[assignment]
         local = {k: make(k) for k in self.local_members}
         check_modules(local)
-        check_shared_parameters(list(local.values()) if given is None else given)
-        # templates of the members of other ranks, for `gather`
-        templates = {} if given is None else {k: _on_meta(given[k]) for k in range(count) if k not in local}
-        self._template = make if given is None else templates.__getitem__
+        check_shared_parameters(given or list(local.values()))
         # named by their index in the whole ensemble: together the ranks' state dicts are that of an `Ensemble`
         self.members = nn.ModuleDict({str(k): member for k, member in local.items()})
         if isinstance(members, EnsembleModule):
@@ -149,25 +143,21 @@ class MemberParallelEnsemble(EnsembleModule):
     def gather(self, *, everywhere: bool = False) -> Ensemble | None:
         """Return all members as an `Ensemble` on the CPU of the first rank (or `everywhere`), else None.
 
-        All ranks must call it.
+        All ranks must call it; members are pickled to be sent.
         """
         keep = everywhere or self._rank == 0
         members = []
         for k in range(self.num_members):
-            is_local = k in self.local_members
-            data = _state_bytes(self.members[str(k)], k) if is_local else None
+            member = [copy.deepcopy(self.members[str(k)]).cpu() if k in self.local_members else None]
             if self._size > 1:
                 owner = next(r for r in range(self._size) if k in split_range(self.num_members, self._size, r))
-                data = broadcast_bytes(data, owner, self._groups[0], self._like().device)
-            assert data is not None
+                source = dist.get_global_rank(self._groups[0], owner)
+                dist.broadcast_object_list(member, source, self._groups[0], self._like().device)
             if keep:
-                with torch.random.fork_rng(devices=[]):  # the function may draw or seed
-                    template = self.members[str(k)] if is_local else self._template(k)
-                state, own = load_safetensors(data), template.state_dict(keep_vars=True)
-                members.append(_copy_with(template, {id(t): state[name] for name, t in own.items()}).cpu())
+                members.append(member[0])
         if not keep:
             return None
-        ensemble = Ensemble(members, link=self.link)
+        ensemble = Ensemble(members, link=self.link)  # type: ignore[arg-type]
         ensemble.training = self.training
         ensemble.member_weights = None if self.member_weights is None else self.member_weights.cpu()
         return ensemble
@@ -261,25 +251,3 @@ def _process_groups(group: ProcessGroup | None, mesh: DeviceMesh | None) -> list
     if "members" not in names:
         raise ValueError(f"Expected a mesh with a dimension 'members', but it has {list(names)}.")
     return [mesh.get_group(name) for name in ("members", *(name for name in names if name != "members"))]
-
-
-def _state_bytes(member: nn.Module, k: int) -> bytes:
-    state = member.state_dict()
-    if not all(isinstance(value, Tensor) for value in state.values()):
-        raise TypeError(f"Expected members whose state dict holds tensors only, but that of member {k} does not.")
-    return to_safetensors(state)
-
-
-def _on_meta(member: nn.Module) -> nn.Module:
-    """Return a copy whose state takes no memory."""
-    state = member.state_dict(keep_vars=True).values()
-    return _copy_with(member, {id(t): t.detach().to("meta") for t in state if isinstance(t, Tensor)})
-
-
-def _copy_with(module: nn.Module, tensors: dict[int, Tensor]) -> nn.Module:
-    """Return a deep copy with the tensors of these ids replaced; tied tensors stay tied."""
-    parameters = {id(p): p.requires_grad for p in module.parameters()}
-    memo: dict[int, Any] = {
-        i: nn.Parameter(t, requires_grad=parameters[i]) if i in parameters else t for i, t in tensors.items()
-    }
-    return recompute_weights(copy_module(module, memo))

@@ -146,16 +146,14 @@ class StackedEnsemble(EnsembleModule):
             **kwargs: Inputs of a member by name; shared by all members.
         """
         _checks.check_choice(batches, "batches", (*BATCHES, "grouped"))
-        if batches == "separate":
-            for x in args:
+        for x in args:
+            if batches == "separate":
                 check_own_batches(x, self.num_members)
-        if batches == "grouped":
-            for x in args:
-                if x.ndim < 2 or not x.shape[0] or self.num_members % x.shape[0]:
-                    raise ValueError(
-                        f"Expected an input (G, N, ...) where G divides {self.num_members} for batches='grouped', "
-                        f"but got {tuple(x.shape)}."
-                    )
+            if batches == "grouped" and (x.ndim < 2 or not len(x) or self.num_members % len(x)):
+                raise ValueError(
+                    f"Expected an input (G, N, ...) where G divides {self.num_members} for batches='grouped', "
+                    f"but got {tuple(x.shape)}."
+                )
         return self._logits(self.compute(args, kwargs, own=batches != "shared"))
 
     def select_output(self, output: Any) -> Any:
@@ -172,7 +170,7 @@ class StackedEnsemble(EnsembleModule):
         With `own`, `args` are `(G, N, ...)` where G divides K, one batch per member or group of members; `kwargs` are
         shared. `rng` replaces PyTorch's generator.
         """
-        layers = _all_modules(self.stacked)
+        layers = list(self.stacked.modules())
         modes = self._modes(layers)
         if torch.compiler.is_dynamo_compiling():
             if not self._call_by_call:
@@ -257,7 +255,7 @@ class StackedEnsemble(EnsembleModule):
             2      linear    batched
         """
         if args or kwargs:
-            modes = self._modes(_all_modules(self.stacked))
+            modes = self._modes(list(self.stacked.modules()))
             decision = self._decision(modes, args, kwargs, own=batches != "shared")
         else:
             decision = next(reversed(self._decisions.values()), None)
@@ -280,13 +278,12 @@ class StackedEnsemble(EnsembleModule):
             >>> [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
             [(0.01, 1), (0.0, 1)]
         """
-        parameters, shared = [p for p in self.parameters() if p.requires_grad], self._shared_parameters()
-        matrices = {id(p) for p in parameters if p.ndim - (id(p) not in shared) >= 2}
-        groups = [
-            {"params": [p for p in parameters if id(p) in matrices], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if id(p) not in matrices], "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
+        shared = self._shared_parameters()
+        groups: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}
+        for p in self.parameters():
+            if p.requires_grad:
+                groups[weight_decay if p.ndim - (id(p) not in shared) >= 2 else 0.0].append(p)
+        return [{"params": held, "weight_decay": decay} for decay, held in groups.items() if held]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -299,7 +296,6 @@ class StackedEnsemble(EnsembleModule):
         gradients = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in shared]
         if not gradients:
             return torch.zeros(self.num_members)
-        # reshape, not flatten: a member's parameter may be one number
         norms = torch.stack([torch.linalg.vector_norm(grad.reshape(len(self), -1), dim=1) for grad in gradients])
         total = torch.linalg.vector_norm(norms, dim=0)  # (K,)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # 1e-6: as torch.nn.utils.clip_grad_norm_
@@ -328,18 +324,6 @@ def _from_stacked(stacked: nn.Module, num_members: int, link: str, training: boo
     EnsembleModule.__init__(ensemble, num_members, link)
     ensemble._set_stacked(stacked, training)
     return ensemble
-
-
-def _all_modules(root: nn.Module) -> list[nn.Module]:
-    """Return `list(root.modules())`, faster and in another order."""
-    seen = {root}
-    pending = [root]
-    for module in pending:
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                pending.append(child)
-    return pending
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 # The attribute of a layer with the names of its parameters and buffers that members share: they have no member axis
 SHARED = "_shared_tensors"
@@ -100,7 +97,7 @@ def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.M
     for layer in copied.modules():
         vars(layer).pop("flatten_parameters", None)
         vars(layer).pop(SHARED, None)
-    return recompute_weights(copied)
+    return copied
 
 
 def _combine(modules: list[nn.Module], combine: Callable[[nn.Module, str, list[Tensor]], Tensor]) -> nn.Module:
@@ -113,7 +110,7 @@ def _combine(modules: list[nn.Module], combine: Callable[[nn.Module, str, list[T
                     continue
                 part = combine(layer, name, [tensor.detach(), *(vars(o)[kind][name].detach() for o in others)])
                 parts[id(tensor)] = nn.Parameter(part, tensor.requires_grad) if kind == "_parameters" else part
-    return copy_module(modules[0], parts)
+    return copy.deepcopy(modules[0], parts)  # deepcopy takes replacements from its memo
 
 
 def named_tensors(module: nn.Module, *kinds: str) -> dict[str, Tensor]:
@@ -142,37 +139,3 @@ def replace_tensors(stacked: nn.Module, tensors: Mapping[str, Tensor]) -> Iterat
     finally:
         for held, name, tensor in replaced:
             held[name] = tensor
-
-
-# Weights that a hook recomputes before every forward (old-style weight and spectral norm, pruning) are results of
-# autograd and cannot be copied; a copy recomputes them.
-
-
-def recomputed_names(layer: nn.Module, hooks: Iterable[Any] | None = None) -> list[str]:
-    """Return the attributes of a layer that its hooks, or the given ones, compute before every forward."""
-    names = []
-    for hook in layer._forward_pre_hooks.values() if hooks is None else hooks:
-        if isinstance(hook, (SpectralNorm, WeightNorm)):
-            names.append(hook.name)
-        elif isinstance(hook, BasePruningMethod):
-            names.append(str(hook._tensor_name))
-    return names
-
-
-def copy_module(module: nn.Module, parts: dict[int, Any]) -> nn.Module:
-    """Return a deep copy with objects replaced by id, and None for recomputed weights."""
-    for layer in module.modules():
-        for name in recomputed_names(layer):
-            parts[id(vars(layer).get(name))] = None
-    return copy.deepcopy(module, parts)  # deepcopy takes replacements from its memo
-
-
-def recompute_weights(module: nn.Module) -> nn.Module:
-    """Run the hooks that recompute weights and return the module."""
-    for layer in module.modules():
-        training, layer.training = layer.training, False  # spectral norm changes its buffers in training mode
-        for hook in layer._forward_pre_hooks.values():
-            if recomputed_names(layer, [hook]):
-                hook(layer, ())
-        layer.training = training
-    return module

@@ -231,6 +231,9 @@ class Steps(torch.optim.Optimizer):
                 p -= group["lr"] * state["count"] ** -group["power"] * p.grad
 
 
+ace.allow_optimizer(Steps)
+
+
 @pytest.mark.parametrize(
     ("given", "make"),
     [

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchace.nn.architecture import enclosed_values, global_names
+from torchace.nn.architecture import enclosed_values
 
 HASHED_ROWS = 65_536  # of a tensor
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, np.generic, torch.dtype, torch.device, PurePath)
@@ -91,11 +91,17 @@ def _describe_function(function: types.FunctionType, seen: set[int]) -> list[Any
     if not source or function.__name__ == "<lambda>":  # a line may have several
         source = [source, _describe(code, seen)]
     values = [function.__defaults__, function.__kwdefaults__, enclosed_values(function)]
-    names = sorted(set(global_names(code)))
+    names = sorted(set(_global_names(code)))
     used = [function.__globals__.get(name) for name in names]
     modules = [item for item in used if isinstance(item, types.ModuleType) and _is_local(item.__name__)]
     used += [getattr(module, name, None) for module in modules for name in names]
     return [source, _describe([*values, *filter(_is_own, used)], seen)]
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    """Return the global names in a function's code and in functions inside it."""
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _global_names(const)]
+    return [*code.co_names, *inner]
 
 
 def _attributes(value: Any) -> dict[str, Any]:

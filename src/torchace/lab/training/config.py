@@ -139,7 +139,7 @@ def connect_gradients(optimizer: Optimizer, network: RunGroup) -> None:
     if RUN not in optimizer.param_groups[0]:
         return
     parameters = [p for p in network.parameters() if p.requires_grad]
-    check_elementwise(optimizer, {id(view) for group in optimizer.param_groups for view in group["params"]})
+    check_elementwise(optimizer)
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()

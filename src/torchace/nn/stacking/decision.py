@@ -20,7 +20,6 @@ from torchace.nn.stacking.forward import handle_checkpointing, run_stacked, trac
 from torchace.nn.stacking.mode import FIRST, RANDOM, RULES, ConstantRNG, Node, Stacked, StackingMode
 
 HEADER = Node("layer", "function", "computed")
-FILLING = (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,19 +69,9 @@ def decide(
                 return _compare(
                     stacked, num_members, token, _to_double(list(args)), _to_double(kwargs), own, nn.Module.double
                 )
-        except _MemberError:
+        except Exception:  # members that need their own type, or fail in any
             pass
-        try:
-            return _compare(stacked, num_members, token, list(args), kwargs, own, lambda module: module)
-        except _MemberError as failure:
-            raise failure.error from None
-
-
-class _MemberError(Exception):
-    """A member alone raised an error."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+        return _compare(stacked, num_members, token, list(args), kwargs, own, lambda module: module)
 
 
 def _to_double(value: Any) -> Any:
@@ -92,19 +81,18 @@ def _to_double(value: Any) -> Any:
 def _compare(
     stacked: nn.Module, num_members: int, token: int, args: list[Any], kwargs: dict[str, Any], own: bool, cast: Any
 ) -> Decision:
+    """Return the decision; raise the error of a member that fails alone."""
+
     def select_inputs(members: Tensor) -> list[Any]:
         return tree_map(lambda x: x[members * len(x) // num_members] if own and isinstance(x, Tensor) else x, args)
 
-    chosen = _finite_members(stacked, num_members)
+    chosen = sorted({0, num_members - 1})
     alone, buffers = [], []
     for k in chosen:
         member = cast(take_members(stacked, k))
-        try:
-            with _ConstantRandomness() as constant, handle_checkpointing(constant):
-                output = member(*select_inputs(torch.tensor(k)), **kwargs)
-            alone.append((tree_leaves(output), _gradients(output, member)))
-        except Exception as error:
-            raise _MemberError(error) from error
+        with _ConstantRandomness() as constant, handle_checkpointing(constant):
+            output = member(*select_inputs(torch.tensor(k)), **kwargs)
+        alone.append((tree_leaves(output), _gradients(output, member)))
         buffers.append(dict(member.named_buffers()))
     shared = set(all_shared_names(stacked)) if group_size(stacked) is None else set()
     _check_shared_buffers(buffers, shared)
@@ -138,18 +126,6 @@ def _check_shared_buffers(members: list[dict[str, Tensor]], shared: set[str]) ->
                 f"Members share the buffer {name!r}, but the forward writes values into it that differ between "
                 "members. Put its layer in evaluation mode, or use StackedEnsemble, whose members have their own."
             )
-
-
-def _finite_members(stacked: nn.Module, num_members: int) -> list[int]:
-    """Return the first and last member with finite tensors, or of all members if none is finite."""
-    finite = torch.ones(num_members, dtype=torch.bool)
-    shared = set(all_shared_names(stacked))
-    for name, tensor in (*stacked.named_parameters(), *stacked.named_buffers()):
-        if name in shared:
-            continue
-        finite &= tensor.detach().isfinite().reshape(num_members, -1).all(1).cpu()
-    indices = finite.nonzero().flatten().tolist() or [0, num_members - 1]
-    return sorted({indices[0], indices[-1]})
 
 
 def _gradients(output: Any, module: nn.Module) -> dict[str, Tensor]:
@@ -210,7 +186,7 @@ class _ConstantRandomness(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         random = func in RANDOM or (func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0) > 0)
-        if func in FILLING:
+        if func is Tensor.bernoulli_:
             RULES[func](self.mode, func, Stacked(args[0][None]), *args[1:], **kwargs)
             return args[0]
         if not random:

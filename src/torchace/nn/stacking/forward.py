@@ -24,7 +24,6 @@ from torchace.nn.stacked_state import (
     all_shared_names,
     group_size,
     named_tensors,
-    recomputed_names,
     replace_tensors,
     shared_names,
 )
@@ -50,12 +49,10 @@ def run_stacked(
     With `own`, `args` are `(G, ...)`, one per member or group of members; `kwargs` are shared. `layers` caches
     `stacked.modules()`.
     """
-    buffers, recomputed, replaced = [], [], []
+    buffers, replaced = [], []
     group = group_size(stacked)
     for module in stacked.modules() if layers is None else layers:
         shared = shared_names(module)
-        if module._forward_pre_hooks:
-            recomputed += [(module, name) for name in recomputed_names(module)]
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -78,8 +75,6 @@ def run_stacked(
     finally:
         for module, name, parameter in replaced:
             module._parameters[name] = parameter
-    for module, name in recomputed:  # valid during this call only
-        vars(module)[name] = None
     for module, name, buffer in buffers:
         now = module._buffers[name]
         if now is not buffer and now is not None:  # replaced instead of changed in place
@@ -121,16 +116,13 @@ def track_layers(module: nn.Module, mode: StackingMode) -> Iterator[None]:
 
 _ensembles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _tokens = itertools.count()
-_allowed = False
 
 
 def register_ensemble(ensemble: nn.Module) -> int:
     """Return a token that identifies this ensemble in graphs and marks."""
-    global _allowed
-    if not _allowed:
-        torch.compiler.allow_in_graph(run_stacked_in_graph)
-        _allowed = True
     token = next(_tokens)
+    if token == 0:  # not at import: it imports the compiler
+        torch.compiler.allow_in_graph(run_stacked_in_graph)
     _ensembles[token] = ensemble
     return token
 
@@ -186,9 +178,6 @@ def run_one_by_one(
             for name, buffer in own_buffers.items():
                 if state[name] is not buffer:  # replaced instead of changed in place; set by functional_call
                     buffer.copy_(state[name].detach())
-    for layer in stacked.modules():
-        for name in recomputed_names(layer):  # valid during this call only
-            vars(layer)[name] = None
     return tree_map(lambda *parts: torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
 

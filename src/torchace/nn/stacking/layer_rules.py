@@ -135,35 +135,15 @@ def _addmm(stacking: StackingMode, func: Func, input: Any, mat1: Any, mat2: Any,
     return Stacked(torch.baddbmm(pad_axes(values[0], 2), *values[1:], **scales))
 
 
-@rule(torch.einsum)
-def _einsum(stacking: StackingMode, func: Func, equation: Any, *operands: Any) -> Any:
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str) or "->" not in equation:
-        return NotImplemented
-    letter = next(letter for letter in "KABCDEFGHIJLMNOPQRSTUVWXYZ" if letter not in equation)
-    inputs, output = equation.replace(" ", "").split("->")
-    terms, data = [], []
-    for term, value in zip(inputs.split(","), operands, strict=True):
-        stacked = isinstance(value, Stacked)
-        terms.append(letter + term if stacked else term)
-        data.append(to_members(value, stacking.num_members) if stacked else value)
-    return Stacked(torch.einsum(f"{','.join(terms)}->{letter}{output}", *data))
+# Convolutions and pooling: members among the channels
 
 
-# Convolutions, pooling and resizing: members among the channels
-
-
-TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-
-
-@rule(F.conv1d, F.conv2d, F.conv3d, *TRANSPOSED)
+@rule(F.conv1d, F.conv2d, F.conv3d)
 def _convolution(
     stacking: StackingMode, func: Func, input: Any, weight: Any, bias: Any = None, *args: Any, **options: Any
 ) -> Any:
-    count, transposed = stacking.num_members, func in TRANSPOSED
-    last = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
-    options |= zip(("stride", "padding", *last), args, strict=False)
+    count = stacking.num_members
+    options |= zip(("stride", "padding", "dilation", "groups"), args, strict=False)
     groups = options.setdefault("groups", 1)
     if input.ndim != weight.ndim:
         return NotImplemented
@@ -171,31 +151,24 @@ def _convolution(
     if not isinstance(weight, Stacked):
         return _share_weights(stacking, func, input, weight, bias, **options)
     x, sources = input, 1  # a plain input: one wide layer
-    if isinstance(input, Stacked) or groups > 1 or transposed:
-        shares = isinstance(input, Stacked) and input.layout == FIRST and groups == 1 and not transposed
+    if isinstance(input, Stacked) or groups > 1:
+        shares = isinstance(input, Stacked) and input.layout == FIRST and groups == 1
         sources = len(input.data) if shares else count
         x = to_channels(input, sources)
     options["groups"] = sources * groups
     out = func(x, weight.data.flatten(0, 1), _flatten(bias), **options)
-    if not transposed:
-        stacking.largest = max(stacking.largest, out.numel() // count)
+    stacking.largest = max(stacking.largest, out.numel() // count)
     return Stacked(out, CHANNELS)
 
 
-def _with_dimensions(*names: str) -> list[Any]:
-    return [f for name in names for d in (1, 2, 3) for f in functions(f"{name}{d}d")]
+POOLING = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
 
 
-@rule(*_with_dimensions("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool"))
+@rule(*functions(*(f"{name}{d}d" for name in POOLING for d in (1, 2, 3))))
 def _pooling(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     spatial = int(func.__name__.rstrip("_").removesuffix("d")[-1])
     if not isinstance(x, Stacked) or x.ndim != spatial + 2 or kwargs.get("return_indices"):
         return NotImplemented
-    return Stacked(func(to_channels(x, stacking.num_members), *args, **kwargs), CHANNELS)
-
-
-@rule(F.interpolate, F.upsample)
-def _resize(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     return Stacked(func(to_channels(x, stacking.num_members), *args, **kwargs), CHANNELS)
 
 
@@ -206,11 +179,6 @@ def _pad(stacking: StackingMode, func: Func, input: Any, pad: Any, mode: str = "
     if mode != "constant":
         return NotImplemented
     return Stacked(F.pad(to_first(input, stacking.num_members), pad, mode, value))
-
-
-@rule(*functions("pixel_shuffle", "pixel_unshuffle"))
-def _pixel_shuffle(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return Stacked(func(to_first(x, stacking.num_members), *args, **kwargs))
 
 
 # Normalization
@@ -274,15 +242,6 @@ def _layer_norm(
 @rule(F.rms_norm)
 def _rms_norm(stacking: StackingMode, func: Func, input: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
     return _layer_norm(stacking, func, input, shape, weight, None, eps)
-
-
-@rule(F.prelu, torch.prelu)
-def _prelu(stacking: StackingMode, func: Func, input: Any, weight: Any) -> Any:
-    count = stacking.num_members
-    if not isinstance(input, Stacked) or not _has_own_weights(stacking, weight) or input.ndim < 2:
-        return NotImplemented
-    slopes = weight.data.expand(-1, input.shape(count)[1]).reshape(-1)
-    return Stacked(F.prelu(to_channels(input, count), slopes), CHANNELS)
 
 
 # Embeddings

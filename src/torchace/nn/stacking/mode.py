@@ -148,8 +148,9 @@ RULES: dict[Any, Rule] = {}
 RANDOM: set[Any] = set()  # functions that draw random numbers; their rules apply to plain tensors too
 QUERIES: set[Any] = set()  # functions that compute nothing; hidden in `explain`
 RANDOM_NAMES = {  # names of all functions that draw random numbers
-    *("bernoulli", "cauchy", "exponential", "geometric", "gumbel_softmax", "log_normal", "multinomial", "normal"),
-    *("poisson", "randint", "randint_like", "randperm", "random", "rrelu", "uniform"),
+    *("alpha_dropout", "bernoulli", "cauchy", "exponential", "feature_alpha_dropout", "geometric", "gumbel_softmax"),
+    *("log_normal", "multinomial", "normal", "poisson", "randint", "randint_like", "randperm", "random", "rrelu"),
+    *("uniform",),
 }
 WITHOUT_VMAP: set[Any] = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu}
 MARK = "_torchace_members"

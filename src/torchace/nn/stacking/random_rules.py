@@ -46,23 +46,16 @@ def _dropout(stacking: StackingMode, func: Func, x: Any, p: float = 0.5, *args: 
     return Stacked(data * dropout_mask(stacking, data, data.shape, p))
 
 
-@random_rule(*functions("dropout1d", "dropout2d", "dropout3d"), F.feature_alpha_dropout, F.alpha_dropout)
+@random_rule(*functions("dropout1d", "dropout2d", "dropout3d"))
 def _channel_dropout(
-    stacking: StackingMode, func: Func, x: Any, p: float = 0.5, training: bool | None = None, inplace: bool = False
+    stacking: StackingMode, func: Func, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    alpha = func in (F.alpha_dropout, F.feature_alpha_dropout)
-    if not (not alpha if training is None else training) or p == 0:
+    if not training or p == 0:
         return x
     if stacking.rng is None:
         return Stacked(func(to_channels(x, stacking.num_members), p, True), CHANNELS)
     data = to_members(x, stacking.num_members)
-    shape = data.shape if func is F.alpha_dropout else (*data.shape[:3], *[1] * (data.ndim - 3))
-    mask = dropout_mask(stacking, data, shape, p)
-    if not alpha:
-        return Stacked(data * mask)
-    low = -1.7580993408473766  # SELU's limit; mean and variance are preserved
-    scale = 0.0 if p >= 1 else (1 - p + low**2 * p * (1 - p)) ** -0.5
-    return Stacked(scale * (torch.where(mask > 0, data, low) - low * p))
+    return Stacked(data * dropout_mask(stacking, data, (*data.shape[:3], *[1] * (data.ndim - 3)), p))
 
 
 def dropout_mask(stacking: StackingMode, like: Tensor, shape: Any, p: float) -> Tensor:
@@ -80,7 +73,9 @@ def _random_tensor(stacking: StackingMode, func: Func, *args: Any, size: Any = N
     shape = (stacking.num_members, *(given[0] if isinstance(given[0], (list, tuple)) else given))
     if func is torch.empty or stacking.rng is None:
         return Stacked(func(shape, **kwargs))
-    return Stacked(_fill(stacking, torch.empty(shape, **kwargs), (lambda u: u) if func is torch.rand else _normal))
+    data = torch.empty(shape, **kwargs)
+    uniform = _uniform(stacking, data)
+    return Stacked(data.copy_(uniform if func is torch.rand else math.sqrt(2) * torch.erfinv(2 * uniform - 1)))
 
 
 @random_rule(*functions("empty_like", "rand_like", "randn_like"), Tensor.new_empty)
@@ -95,43 +90,21 @@ def _random_like(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwarg
     return _random_tensor(stacking, make, tuple(sizes), **{"dtype": data.dtype, "device": data.device, **kwargs})
 
 
-def _normal(uniform: Tensor) -> Tensor:
-    return math.sqrt(2) * torch.erfinv(2 * uniform - 1)
-
-
-def _fill(stacking: StackingMode, data: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+def _uniform(stacking: StackingMode, like: Tensor) -> Tensor:
     assert stacking.rng is not None
-    dtype = data.dtype if data.dtype in (torch.float32, torch.float64) else torch.float32
-    return data.copy_(transform(stacking.rng.uniform(tuple(data.shape), dtype, data.device)))
+    dtype = like.dtype if like.dtype in (torch.float32, torch.float64) else torch.float32
+    return stacking.rng.uniform(tuple(like.shape), dtype, like.device)
 
 
-@rule(Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)
-def _fill_randomly(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+@rule(Tensor.bernoulli_)
+def _bernoulli(stacking: StackingMode, func: Func, x: Any, p: Any = 0.5) -> Any:
     if not isinstance(x, Stacked) or len(x.data) != stacking.num_members:
         raise StackingError("random numbers would be written into a tensor that all members share")
-    if stacking.rng is None or x.layout == CHANNELS:
-        func(x.data, *args, **kwargs)
-        return x
-    if func is Tensor.bernoulli_:
-        p = args[0] if args else kwargs.get("p", 0.5)
-        _fill(stacking, x.data, lambda u: u < (p.data if isinstance(p, Stacked) else p))
-        return x
-    is_normal = func is Tensor.normal_
-    defaults = {"mean": 0.0, "std": 1.0} if is_normal else {"from": 0.0, "to": 1.0}
-    low, width = ({**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}[name] for name in defaults)
-    width = width if is_normal else width - low
-    _fill(stacking, x.data, lambda u: low + width * (_normal(u) if is_normal else u))
+    if stacking.rng is None or x.layout == CHANNELS or isinstance(p, Stacked):
+        x.data.bernoulli_(p.data if isinstance(p, Stacked) else p)
+    else:
+        x.data.copy_(_uniform(stacking, x.data) < p)
     return x
-
-
-@random_rule(torch.bernoulli, Tensor.bernoulli)
-def _bernoulli(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs:
-        return NotImplemented
-    data = to_members(x, stacking.num_members)
-    if stacking.rng is None:
-        return Stacked(torch.bernoulli(data))
-    return Stacked(_fill(stacking, torch.empty_like(data, memory_format=torch.contiguous_format), lambda u: u < data))
 
 
 @rule(F.scaled_dot_product_attention)

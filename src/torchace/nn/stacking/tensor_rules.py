@@ -38,7 +38,7 @@ def functions(*names: str) -> list[Any]:
 
 def getters(*names: str) -> list[Any]:
     """Return the getters of tensor properties."""
-    return [getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)]
+    return [getattr(Tensor, name).__get__ for name in names]
 
 
 def operators(*names: str) -> list[Any]:
@@ -55,18 +55,15 @@ def _is_tensor(value: Any) -> bool:
 
 @rule(
     *functions(
-        *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "sigmoid"),
-        *("logsigmoid", "softplus", "softsign", "hardswish", "hardtanh", "hardsigmoid", "tanhshrink", "hardshrink"),
-        *("softshrink", "threshold", "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "rsqrt", "square"),
-        *("reciprocal", "neg", "negative", "abs", "absolute", "sign", "sin", "cos", "tan", "asin", "acos", "atan"),
-        *("sinh", "cosh", "erf", "erfc", "erfinv", "expit", "floor", "ceil", "round", "trunc", "frac", "nan_to_num"),
-        *("logical_not", "bitwise_not", "isfinite", "isnan", "isinf", "positive", "signbit", "sgn", "digamma"),
-        *("lgamma", "float", "double", "half", "bfloat16", "long", "int", "bool", "detach", "requires_grad"),
-        *("zero", "fill", "deg2rad", "rad2deg", "sinc", "logit"),
+        *("relu", "relu6", "leaky_relu", "elu", "selu", "gelu", "silu", "mish", "tanh", "sigmoid", "logsigmoid"),
+        *("softplus", "hardswish", "hardtanh", "hardsigmoid", "exp", "log", "log1p", "sqrt", "rsqrt", "square"),
+        *("reciprocal", "neg", "abs", "sign", "sin", "cos", "erf", "floor", "round", "nan_to_num", "logical_not"),
+        *("bitwise_not", "isfinite", "isnan", "float", "double", "half", "bfloat16", "long", "int", "bool", "detach"),
+        *("requires_grad", "zero", "fill"),
     ),
-    *operators("neg", "invert", "abs", "pos"),
+    *operators("neg", "invert", "abs"),
     *(Tensor.cuda, Tensor.cpu, Tensor.type),
-    *getters("data", "real", "imag"),
+    *getters("data"),
 )
 def _elementwise(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Stacked) or any(map(_is_tensor, (*args, *kwargs.values()))):
@@ -89,11 +86,9 @@ def _convert(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: A
 
 @rule(
     *functions(
-        *("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "pow"),
-        *("remainder", "fmod", "maximum", "minimum", "fmax", "fmin", "where", "eq", "ne", "lt", "le", "gt", "ge"),
-        *("logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "masked_fill"),
-        *("lerp", "addcmul", "addcdiv", "atan2", "clamp", "clip", "clamp_min", "clamp_max", "hypot", "xlogy"),
-        *("float_power", "copysign", "isclose", "heaviside", "logaddexp", "copy"),
+        *("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "pow", "remainder", "maximum", "minimum"),
+        *("where", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "bitwise_and", "bitwise_or"),
+        *("masked_fill", "lerp", "addcmul", "addcdiv", "clamp", "clip", "clamp_min", "clamp_max", "copy"),
     ),
     *operators(
         *(f"{p}{n}" for p in ("", "r", "i") for n in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")),
@@ -107,21 +102,20 @@ def _broadcast(stacking: StackingMode, func: Func, *args: Any, **kwargs: Any) ->
     stacked = [v for v in tensors if isinstance(v, Stacked)]
     ndim = max(v.ndim for v in tensors)
     first = next((v for v in stacked if v.layout != FIRST), stacked[0])
+    in_place = _is_in_place(func)
     if len(tensors) == 1:
         return Stacked(_call(func, args, kwargs, {id(first): first.data}), first.layout)
     if first.layout != FIRST:
         fitting = {id(v): d for v in tensors if (d := _align(v, first, ndim)) is not None}
-        if len(fitting) == len({id(v) for v in tensors}) and not (_is_in_place(func) and args[0] is not first):
+        if len(fitting) == len({id(v) for v in tensors}) and not (in_place and args[0] is not first):
             return Stacked(_call(func, args, kwargs, fitting), first.layout)
     data = {id(v): to_first(v, count) for v in stacked}
-    groups = {key: len(d) for key, d in data.items()}
-    if len(set(groups.values())) > 1:
+    entries = {key: len(d) for key, d in data.items()}
+    if in_place and entries.get(id(args[0]), 0) < max(entries.values()):
+        raise StackingError(SHARED_WRITE)
+    if len(set(entries.values())) > 1:
         data = {key: expand_groups(d, count) for key, d in data.items()}
-    in_place = _is_in_place(func)
-    if in_place and groups.get(id(args[0]), 0) < max(groups.values()):
-        func, in_place = _out_of_place(func), False  # a shared tensor becomes each member's own
-    aligned = {id(v): pad_axes(data[id(v)], ndim) if isinstance(v, Stacked) else v for v in tensors}
-    aligned = {id(v): _promote_like_scalar(aligned[id(v)], v, tensors) for v in tensors}
+    aligned = {id(v): pad_axes(data[id(v)], ndim) for v in stacked}
     result = _call(func, args, kwargs, aligned)
     return args[0] if in_place else Stacked(result)
 
@@ -145,30 +139,9 @@ def _call(func: Func, args: Any, kwargs: dict[str, Any], data: dict[int, Tensor]
     return func(*(data.get(id(v), v) for v in args), **{name: data.get(id(v), v) for name, v in kwargs.items()})
 
 
-def _promote_like_scalar(data: Tensor, value: Any, tensors: list[Any]) -> Tensor:
-    """Cast a member's 0-dimensional tensor, which takes no part in type promotion beside a tensor with axes."""
-    if not isinstance(value, Stacked) or value.ndim:
-        return data
-    for other in tensors:
-        dtype = other.data.dtype if isinstance(other, Stacked) else other.dtype
-        if other.ndim and dtype.is_floating_point >= data.dtype.is_floating_point:
-            return data.to(dtype)
-    return data
-
-
 def _is_in_place(func: Func) -> bool:
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
-
-
-def _out_of_place(func: Func) -> Func:
-    """Return the out-of-place form of an in-place function."""
-    name = func.__name__.strip("_").removeprefix("i") if func.__name__.startswith("__i") else func.__name__[:-1]
-    name = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}.get(name, name)
-    name = f"bitwise_{name}" if name in ("and", "or", "xor") else name
-    if not hasattr(Tensor, name):
-        raise StackingError(SHARED_WRITE)
-    return getattr(Tensor, name)
 
 
 # Functions along axes: a member's axis d is axis d + 1 of the stacked tensor
@@ -181,14 +154,12 @@ def shift(dim: Any) -> Any:
     return dim + 1 if isinstance(dim, int) and dim >= 0 else dim
 
 
-def axis_rule(*axes: tuple[int, str, Any], plain_tensors: bool = False) -> Rule:
+def axis_rule(*axes: tuple[int, str, Any]) -> Rule:
     """Return a rule for functions of one tensor along axes, given as (position, name, default or `"all"`)."""
 
     def compute(stacking: StackingMode, func: Func, *given: Any, **kwargs: Any) -> Any:
         x, args = given[0], list(given)
-        others = (*args[1:], *kwargs.values())
-        refused = Stacked if plain_tensors else (Stacked, Tensor)
-        if not isinstance(x, Stacked) or not x.ndim or any(isinstance(v, refused) for v in others):
+        if not isinstance(x, Stacked) or not x.ndim or any(map(_is_tensor, (*args[1:], *kwargs.values()))):
             return NotImplemented
         dims = []
         for position, argument, default in axes:
@@ -205,49 +176,36 @@ def axis_rule(*axes: tuple[int, str, Any], plain_tensors: bool = False) -> Rule:
                 args[position] = dim if spatial else shift(dim)
             else:
                 kwargs[name] = dim if spatial else shift(dim)
-        data = x.data if spatial else to_first(x, stacking.num_members)
-        return _wrap(func(data, *args[1:], **kwargs), CHANNELS if spatial else FIRST)
+        layout = CHANNELS if spatial else FIRST
+        result = func(x.data if spatial else to_first(x, stacking.num_members), *args[1:], **kwargs)
+        if isinstance(result, Tensor):
+            return Stacked(result, layout)
+        return type(result)([Stacked(part, layout) for part in result])
 
     return compute
 
 
-def _wrap(result: Any, layout: str) -> Any:
-    if isinstance(result, Tensor):
-        return Stacked(result, layout)
-    return type(result)([Stacked(part, layout) for part in result])
-
-
 rule(
-    *functions("softmax", "log_softmax", "softmin", "logsumexp", "cumsum", "cumprod", "logcumsumexp", "amax", "amin"),
-    *functions("max", "min", "argmax", "argmin", "any", "all", "prod", "median", "squeeze", "glu", "unflatten"),
+    *functions("softmax", "log_softmax", "logsumexp", "cumsum", "amax", "amin", "max", "min", "argmax", "argmin"),
+    *functions("any", "all", "squeeze", "glu", "unflatten"),
 )(axis_rule((1, "dim", None)))
-rule(*functions("sum", "mean", "var", "std", "count_nonzero"))(axis_rule((1, "dim", "all")))
+rule(*functions("sum", "mean", "var", "std"))(axis_rule((1, "dim", "all")))
 rule(*functions("unbind", "unsqueeze", "select", "narrow"))(axis_rule((1, "dim", 0)))
-rule(*functions("sort", "argsort"))(axis_rule((1, "dim", -1)))
-rule(*functions("topk", "diff"))(axis_rule((2, "dim", -1)))
 rule(*functions("norm", "normalize", "vector_norm"))(axis_rule((2, "dim", None)))
-rule(*functions("chunk", "split", "tensor_split"), torch.functional.split)(axis_rule((2, "dim", 0)))
+rule(*functions("chunk", "split"), torch.functional.split)(axis_rule((2, "dim", 0)))
 rule(*functions("roll"))(axis_rule((2, "dims", None)))
 rule(*functions("flatten"))(axis_rule((1, "start_dim", 0), (2, "end_dim", -1)))
-rule(*functions("transpose", "swapaxes", "swapdims", "movedim", "moveaxis"))(
-    axis_rule((1, "dim0", None), (2, "dim1", None))
-)
-rule(*functions("index_select"))(axis_rule((1, "dim", None), plain_tensors=True))
-rule(*functions("repeat_interleave"))(axis_rule((2, "dim", None), plain_tensors=True))
+rule(*functions("transpose", "swapaxes", "movedim"))(axis_rule((1, "dim0", None), (2, "dim1", None)))
 
 
-@rule(*functions("permute", "flip"))
+@rule(*functions("permute"))
 def _permute(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    dims = [d % x.ndim + 1 for d in _sizes(args, kwargs)]
-    data = to_first(x, stacking.num_members)
-    return Stacked(data.flip(dims) if func.__name__ == "flip" else data.permute(0, *dims))
+    return Stacked(to_first(x, stacking.num_members).permute(0, *(d % x.ndim + 1 for d in _sizes(args, kwargs))))
 
 
-@rule(*getters("T", "mT", "H", "mH"), *functions("t", "adjoint"))
+@rule(*getters("T", "mT"), *functions("t"))
 def _matrix_transpose(stacking: StackingMode, func: Func, x: Any, *_: Any) -> Any:
-    if x.ndim != 2 or x.data.is_complex():
-        return NotImplemented
-    return Stacked(to_first(x, stacking.num_members).mT)
+    return Stacked(to_first(x, stacking.num_members).mT) if x.ndim == 2 else NotImplemented
 
 
 @rule(*functions("gather"))
@@ -279,22 +237,7 @@ def _expand(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: An
     return Stacked(pad_axes(to_first(x, stacking.num_members), len(sizes)).expand(-1, *sizes))
 
 
-@rule(*functions("repeat", "tile"))
-def _repeat(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    sizes = _sizes(args, kwargs)
-    ndim = max(len(sizes), x.ndim)
-    return Stacked(pad_axes(to_first(x, stacking.num_members), ndim).repeat(1, *[1] * (ndim - len(sizes)), *sizes))
-
-
-@rule(*functions("view_as", "reshape_as", "expand_as"))
-def _shape_as(stacking: StackingMode, func: Func, x: Any, other: Any) -> Any:
-    shape = other.shape(stacking.num_members) if isinstance(other, Stacked) else other.shape
-    if not isinstance(x, Stacked):
-        return func(x, other.data.new_empty(shape))
-    return (_expand if func is Tensor.expand_as else _reshape)(stacking, func, x, shape)
-
-
-@rule(*functions("cat", "concat", "concatenate", "stack"))
+@rule(*functions("cat", "concat", "stack"))
 def _concatenate(stacking: StackingMode, func: Func, tensors: Any, dim: int = 0, *, axis: int | None = None) -> Any:
     dim = dim if axis is None else axis
     count = stacking.num_members
@@ -365,9 +308,9 @@ def _shape(stacking: StackingMode, func: Func, x: Any, dim: Any = None) -> Any:
     return sizes if not isinstance(dim, int) else sizes[dim]
 
 
-query(*getters("ndim"), Tensor.dim, Tensor.ndimension)(lambda stacking, func, x, *_: x.ndim)
+query(*getters("ndim"), Tensor.dim)(lambda stacking, func, x, *_: x.ndim)
 query(Tensor.__len__)(lambda stacking, func, x: x.shape(stacking.num_members)[0])
-query(Tensor.numel, torch.numel, Tensor.nelement)(lambda stacking, func, x: x.shape(stacking.num_members).numel())
+query(Tensor.numel, torch.numel)(lambda stacking, func, x: x.shape(stacking.num_members).numel())
 
 
 @rule(
@@ -383,7 +326,7 @@ def _python_value(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwar
 
 @query(
     *getters("dtype", "device", "requires_grad", "is_cuda", "layout", "grad_fn", "is_leaf", "is_sparse", "grad"),
-    *getters("is_quantized", "is_mps", "is_meta", "is_nested", "is_xpu", "is_mkldnn", "itemsize", "names"),
+    *getters("is_quantized", "is_mps", "is_meta", "is_nested", "is_xpu", "is_mkldnn", "itemsize"),
     *functions("is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_contiguous"),
     *(Tensor.__repr__, Tensor.__hash__, Tensor.register_hook, Tensor.is_inference),
 )
