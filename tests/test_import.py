@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import torchace
+from torchace import _extras
 
 # DESIGN, "Public names", and the types that they return
 PUBLIC = {
@@ -103,6 +104,21 @@ def test_plots_without_matplotlib_are_one_sentence():
         "        print(error)\n"
     )
     assert run(code).splitlines() == ["Drawing figures needs matplotlib: pip install 'torchace[tool]'."] * 4
+
+
+def test_a_checkout_that_is_not_installed_is_named_by_its_path(monkeypatch, tmp_path):
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    _extras._requirement.cache_clear()
+    try:
+        assert _extras.install_command("onnx") == f"pip install '{ROOT}[onnx]'"
+        monkeypatch.setattr(_extras, "__file__", str(tmp_path / "site-packages" / "torchace" / "_extras.py"))
+        _extras._requirement.cache_clear()
+        assert _extras.install_command("onnx") == "pip install 'torchace[onnx]'"
+    finally:
+        _extras._requirement.cache_clear()
 
 
 def test_public_names_are_reachable():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import functools
+from importlib import import_module, metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +19,16 @@ def import_extra(module: str, purpose: str, extra: str = "tool") -> ModuleType:
 
 def missing_extra(need: str, extra: str = "tool") -> ImportError:
     """Return the error for a missing extra; `need` is the first half of its sentence."""
-    return ImportError(f"{need}: pip install 'torchace[{extra}]'.")
+    return ImportError(f"{need}: {install_command(extra)}.")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra beside the torchace that is running.
+
+    pip knows the extras of an installed torchace, from an index or not; a checkout that was never installed is named by
+    its path.
+    """
+    return f"pip install '{_requirement()}[{extra}]'"
 
 
 def package_name(module: str | None) -> str:
@@ -33,3 +44,13 @@ def placeholder(name: str, message: str) -> type:
         raise ImportError(message)
 
     return type(name, (), {"__new__": missing, "__doc__": message, "__module__": "torchace"})
+
+
+@functools.cache
+def _requirement() -> str:
+    checkout = Path(__file__).parents[2]
+    try:
+        metadata.distribution("torchace")
+    except metadata.PackageNotFoundError:
+        return str(checkout) if (checkout / "pyproject.toml").is_file() else "torchace"
+    return "torchace"

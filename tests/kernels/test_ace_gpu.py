@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -16,7 +16,7 @@ ON_GPU = torch.cuda.is_available()
 pytest.importorskip("triton", reason="no Triton")
 
 from tests.reference import losses as reference  # noqa: E402
-from tests.reference.loss_inputs import Case, ace_cases  # noqa: E402
+from tests.reference.loss_inputs import Case, ace_cases, check_changed_options  # noqa: E402
 from torchace import kernels  # noqa: E402
 from torchace.functional import amended_cross_entropy  # noqa: E402
 from torchace.kernels import LossOptions, ace_gpu, closed_form  # noqa: E402
@@ -32,12 +32,15 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.float32 if ON_GPU else torch.float64
 # Sums of at most some thousand terms about 1; exp and log of a GPU are good to a few units in the last place.
 CLOSE = {"rtol": 2e-5, "atol": 2e-5} if ON_GPU else {"rtol": 1e-11, "atol": 1e-12}
-# Everything at once, by one program or several; in blocks; each with the smallest tiles.
+# Everything at once; in blocks by one program; by several; each with the smallest tiles.
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
-    "in small programs": {"ONE_PROGRAM": 1, "COUNTED": 1, "ALL_REGISTERS": 1},
+    "in small programs": {"ONE_PROGRAM": 1, "COUNTED": 1, "ALL_REGISTERS": 1, "COUNTERS": (2, 1)},
     "read twice": {"MAX_WARPS": 0, "HELD_OF_BLOCK": 0, "WARPS": 1},
-}
+    "by several programs": {
+        "MAX_WARPS": 0, "HELD_OF_BLOCK": 0, "WARPS": 1, "READ_TWICE": 0, "SPAN": 300, "COUNTERS_OF_BLOCKS": (2, 1),
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +51,7 @@ def kernel() -> Iterator[None]:
         return
 
     def fits(logits: Tensor, options: LossOptions) -> bool:
-        return logits.numel() > 0 and options.mixture is None and not options.has_probabilities
+        return logits.numel() > 0
 
     with mock.patch.object(kernels, "fits_gpu", fits):
         yield
@@ -82,12 +85,10 @@ def by_definition(case: Case) -> tuple[Tensor, Tensor]:
     return expected.value(), expected.gradient()
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 @given(ace_cases(), st.sampled_from(["mean", "sum"]), st.sampled_from(list(WAYS)))
 def test_value_and_gradient_by_definition(case: Case, reduction: str, way: str) -> None:
     case.options["reduction"], case.upstream = reduction, None
-    # probabilities and mixtures are left to other backends
-    assume(not case.target.is_floating_point() and "mixture" not in case.options)
     if "label_smoothing" in case.options:  # numbers travel to a kernel in float32: eighths arrive as they are
         case.options["label_smoothing"] = round(case.options["label_smoothing"] * 8) / 8
     value, gradient = ours(case, way)
@@ -106,7 +107,7 @@ def random_case(members: int, samples: int, classes: int, seed: int = 0, **optio
     return Case(logits, target, 0.7, options)
 
 
-# Filled up to powers of two, and one more or less; classes in several blocks, the last of them not full.
+# Filled up to powers of two, and one more or less; classes in several blocks and spans, the last of them not full.
 SHAPES = [
     (1, 1, 1),
     (1, 5, 3),
@@ -173,6 +174,16 @@ def test_strided_options(way: str) -> None:
     assert_close(ours(case, way, weight=one_for_all, member_weights=alpha)[0], by_definition(case)[0], **CLOSE)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_scores_of_ignored_samples(way: str) -> None:
+    case = random_case(3, 4, 20)
+    case.target[0] = -100
+    case.options["mixture"] = case.outputs.softmax(2).mean(0)
+    expected, _ = by_definition(case)
+    case.options["mixture"][0] = torch.nan
+    assert_close(ours(case, way)[0], expected, **CLOSE)
+
+
 def test_several_gradients_at_once() -> None:
     case = random_case(2, 3, 5)
     for dtype in (DTYPE, torch.float16):
@@ -197,6 +208,33 @@ def test_in_place_changes_before_the_backward() -> None:
     with torch.inference_mode():
         fixed = torch.tensor(0.7, dtype=DTYPE, device=DEVICE)
     amended_cross_entropy(logits, case.target.to(DEVICE), fixed).backward()
+    check_changed_options(torch.randn(3, 4, 5, dtype=DTYPE, device=DEVICE), "mean")
+
+
+def test_spans_are_readable_by_later_programs() -> None:
+    """Of a thousand members, samples are shared out among few programs."""
+    launched, names = [], ace_gpu._read_twice.arg_names
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            return lambda *args, **flags: launched.append((grid, dict(zip(names, args, strict=True))))
+
+    options = LossOptions(torch.zeros(1, 1).long(), 0.5, ignore_index=-100, reduction="mean")
+    with mock.patch.multiple(ace_gpu, _read_twice=Kernel(), _count_samples=mock.MagicMock(), _read_once=None):
+        for members, classes in ((1024, 200_000), (300, 128_256), (4, 128_256)):
+            logits = torch.zeros(()).expand(members, 1, classes)
+            ace_gpu.value_and_gradient(logits, options, want_gradient=False)
+    for grid, flags in launched:
+        assert flags["BLOCK_SPANS"] * (flags["BLOCK_K"] + flags["REST_K"]) <= 2 * ace_gpu.STATISTICS
+        assert grid[1] * flags["SPAN"] >= flags["CLASSES"]
+    assert launched[-1][0] == (1, 16)
+
+
+def test_steps_between_classes_that_32_bits_cannot_count() -> None:
+    far = torch.empty_strided((2, 3, 70_000), (1, 2, 40_000), device="meta")
+    assert ace_gpu.reachable(far).is_contiguous()
+    near = torch.empty_strided((2, 3, 50_000), (1, 2, 40_000), device="meta")
+    assert ace_gpu.reachable(near) is near
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -434,10 +472,13 @@ def run_case(members: int, samples: int, classes: int, kind: str) -> tuple[Tenso
     if kind == "weights":
         weight = scale * torch.rand(3, samples, generator=g)
         options = options.replace(scale=weight.to(**to), label_smoothing=0.125)
+    elif kind == "mixture":
+        mixture = torch.rand(3, samples, classes, generator=g, dtype=torch.float64).softmax(2)
+        options = options.replace(mixture=mixture.to(**to), alpha=torch.full((members,), 0.25, **to))
     return logits.to(**to), options
 
 
-@pytest.mark.parametrize("kind", ["plain", "weights"])
+@pytest.mark.parametrize("kind", ["plain", "weights", "mixture"])
 @pytest.mark.parametrize("way", ["whole", "in small programs"])
 @pytest.mark.parametrize(("shape", "layout"), [((5, 7, 10), "dense"), ((1, 6, 17), "dense"), ((4, 5, 12), "classes")])
 def test_runs_of_a_training_step(shape: tuple[int, int, int], layout: str, way: str, kind: str) -> None:
@@ -479,9 +520,10 @@ def test_runs_with_impossible_and_broken_logits() -> None:
 
 def test_samples_that_do_not_fit_on_chip_are_left_to_the_closed_form() -> None:
     logits, options = run_case(2, 2, 3, "plain")
-    expected = kernels.member_terms(logits, options)
     with mock.patch.object(ace_gpu, "MAX_WARPS", 0), mock.patch.object(ace_gpu, "member_terms", None):
-        assert_close(kernels.member_terms(logits, options).losses, expected.losses)
+        kernels.member_terms(logits, options)
+    with mock.patch.object(kernels, "STEP_ON_GPU", "closed_form"), mock.patch.object(ace_gpu, "member_terms", None):
+        kernels.member_terms(logits, options)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="no GPU")
@@ -518,7 +560,7 @@ def test_runs_captured_in_a_graph(shape: tuple[int, int, int], dtype: torch.dtyp
     assert (error <= within * expected.gradient.abs() + 1e-5 * expected.gradient.abs().max()).all()
 
 
-# One warp for a sample, two, four; of few members and of many; in blocks.
+# One warp for a sample, two, four; of few members and of many; in blocks; by several programs.
 LARGE = [
     (10, 5000, 100), (4, 3000, 250), (1, 600, 8000), (2, 2100, 1000), (20, 3000, 100), (5, 2500, 1000), (3, 900, 1001),
     (8, 2100, 1000), (10, 300, 1000), (16, 500, 500), (32, 50, 1000), (5, 40, 3200), (3, 70, 10_000), (16, 9, 5000),

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.reference import losses as reference
-from tests.reference.loss_inputs import Case, ace_cases, value_and_gradient
+from tests.reference.loss_inputs import Case, ace_cases, check_changed_options, value_and_gradient
 from torchace import kernels
 from torchace.functional import amended_cross_entropy, ensemble_log_probs
 from torchace.kernels import LossOptions, LossResult, closed_form
@@ -66,14 +66,14 @@ def test_pieces_cover_every_sample_once(monkeypatch: pytest.MonkeyPatch, piece: 
     weight = torch.rand((2, 13) if own else (13,), generator=g, dtype=torch.float64)
     options = {"sample_weight": weight, "weight": torch.rand(10, generator=g, dtype=torch.float64)}
     sizes: list[int] = []
-    original = closed_form._softmax
+    original = closed_form._log_softmax_and_softmax
 
     def counting(values: Tensor, axis: int, *outputs: Tensor) -> tuple[Tensor, Tensor]:
         sizes.append(values.shape[5 - axis])
         return original(values, axis, *outputs)
 
     monkeypatch.setattr(closed_form, "PIECE", piece)
-    monkeypatch.setattr(closed_form, "_softmax", counting)
+    monkeypatch.setattr(closed_form, "_log_softmax_and_softmax", counting)
     leaf = logits.detach().requires_grad_()
     value = amended_cross_entropy(leaf, target, 0.5, **options)
     monkeypatch.undo()
@@ -101,7 +101,7 @@ def test_which_way_is_taken() -> None:
     assert way(logits[:, :0], target[:0], reduction="sum") != "AmendedCrossEntropyBackward"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["members first", "samples first"])
 def test_nothing_larger_than_the_logits_is_saved(dtype: torch.dtype, layout: str) -> None:
     g = torch.Generator().manual_seed(0)
@@ -132,13 +132,13 @@ def test_nothing_larger_than_the_logits_is_saved(dtype: torch.dtype, layout: str
     node = loss.grad_fn
     assert isinstance(node.gradient, Tensor)
     assert node.gradient.shape == logits.shape
-    assert node.gradient.dtype == dtype
+    assert node.gradient.dtype == (torch.float32 if dtype == torch.float16 else dtype)
     given = node.gradient.data_ptr()
     loss.backward()
     assert logits.grad is not None
     assert logits.grad.shape == logits.shape
     assert node.gradient is None  # handed over, not kept beside what backward returns
-    if layout == "members first":
+    if dtype != torch.float16 and layout == "members first":
         assert logits.grad.data_ptr() == given
 
 
@@ -205,6 +205,11 @@ def test_in_place_changes_before_the_backward() -> None:
     target.fill_(3)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_backward_after_an_option_was_changed_in_place_is_refused(reduction: str) -> None:
+    check_changed_options(torch.randn(3, 4, 5, dtype=torch.float64), reduction)
 
 
 RUNS, SAMPLES = 3, 4

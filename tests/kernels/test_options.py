@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 
-from torchace import kernels
-from torchace.kernels import runs_kernels
+from torchace.kernels import options
+from torchace.kernels.options import runs_kernels
 
 GPU = torch.device("cuda")
 
@@ -17,11 +17,11 @@ GPU = torch.device("cuda")
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A machine with an H200, Triton and a CUDA build of torch, by what it says of itself."""
-    monkeypatch.setattr(kernels, "TRITON", True)
+    monkeypatch.setattr(options, "TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    kernels._is_new.cache_clear()
+    options._is_new.cache_clear()
     yield monkeypatch
-    kernels._is_new.cache_clear()
+    options._is_new.cache_clear()
 
 
 def test_a_gpu_supported_by_triton(gpu: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_an_old_gpu(gpu: pytest.MonkeyPatch) -> None:
 
 
 def test_no_triton(gpu: pytest.MonkeyPatch) -> None:
-    gpu.setattr(kernels, "TRITON", False)
+    gpu.setattr(options, "TRITON", False)
     assert not runs_kernels(GPU)
 
 
@@ -48,7 +48,7 @@ def test_the_compiler_can_trace_the_question(gpu: pytest.MonkeyPatch) -> None:
     def kernel_by_default(device: torch.device) -> bool:
         raise AssertionError("not while compiling")
 
-    gpu.setattr(kernels, "_is_new", kernel_by_default)
+    gpu.setattr(options, "_is_new", kernel_by_default)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def kernel_on_request(x: torch.Tensor) -> torch.Tensor:

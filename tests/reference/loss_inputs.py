@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+from torchace.functional import amended_cross_entropy
 
 # Unit roundoff: the largest relative error of one rounding in float32.
 U32 = 2.0**-24
@@ -178,3 +182,27 @@ def logits_cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor | None]:
     logits = 2 * torch.randn(num_members, num_samples, num_classes, *rest, generator=g, dtype=torch.float64)
     target = torch.randint(num_classes, (num_samples, *rest), generator=g)
     return logits, target, member_weights(draw(ALPHAS), num_members, g)
+
+
+def check_changed_options(outputs: Tensor, reduction: str) -> None:
+    """Asserts that a first or second derivative is refused after an option, of any type, was changed in place."""
+    num_members, num_samples, num_classes = outputs.shape
+    shapes = {
+        "target": (num_samples,),
+        "member_weights": (num_members,),
+        "sample_weight": (num_samples,),
+        "sample_weight of each member": (num_members, num_samples),
+        "weight": (num_classes,),
+        "mixture": (num_samples, num_classes),
+    }
+    for name, dtype, second in itertools.product(shapes, (torch.float32, torch.float64), (False, True)):
+        values = {"target": 0, "member_weights": 1 / num_members, "mixture": 1 / num_classes}
+        option = torch.full(shapes[name], values.get(name, 1), device=outputs.device)
+        option = option.long() if name == "target" else option.to(dtype)
+        given = {name.split()[0]: option}
+        target = given.pop("target", torch.zeros(num_samples, dtype=torch.long, device=outputs.device))
+        logits = outputs.clone().requires_grad_()
+        loss = amended_cross_entropy(logits, target, 0.5, reduction=reduction, **given)
+        option.fill_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, logits, create_graph=second)

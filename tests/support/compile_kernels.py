@@ -10,28 +10,32 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchace.kernels.ace_once_gpu import read_once
-from torchace.kernels.ace_terms_gpu import scale_in_place
-from torchace.kernels.ace_twice_gpu import read_twice
+from torchace.kernels.ace_once_gpu import _read_once
+from torchace.kernels.ace_terms_gpu import _count_samples, _scale
+from torchace.kernels.ace_twice_gpu import _read_twice
 
 POINTERS = {
     "values": "*fp32",
     "weight": "*fp32",
     "mean_weight": "*fp32",
     "alpha": "*fp32",
+    "mixture": "*fp32",
     "scale": "*fp32",
     "counts": "*fp32",
     "upstream": "*fp32",
+    "statistics": "*fp32",
     "scores": "*fp32",
     "smoothing": "fp32",
 }
 PLAIN = {
     "WITH_GRADIENT": True,
+    "PROBABILITIES": False,
     "WEIGHTED": False,
     "UNIFORM": True,
+    "MIXTURE": False,
     "SCALE": False,
     "COUNT": 1,
-    "COUNT_BLOCK": 8,
+    "COUNTS": 8,
     "UPSTREAM": False,
     "DIVERSITY_ON_DEVICE": False,
     "ACC": tl.float32,
@@ -46,9 +50,10 @@ PLAIN = {
 }
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"WEIGHTED": True, "SMOOTHED": True},
+    {"PROBABILITIES": True, "WEIGHTED": True, "SMOOTHED": True, "COUNT": 3},
     {"WEIGHTED": True, "UNIFORM": False, "SCALE": True, "COUNT": 0, "DIVERSITY_ON_DEVICE": True},
-    {"UNIFORM": False, "UPSTREAM": True, "COUNT": 2},
+    {"MIXTURE": True, "UNIFORM": False, "UPSTREAM": True, "COUNT": 2},
+    {"COUNT": 4},
     {"WITH_GRADIENT": False},
 ]
 
@@ -59,7 +64,7 @@ def compile_one(kernel: Any, dtype: str, warps: int, **constants: Any) -> None:
     types = POINTERS | {
         "logits": f"*{dtype}",
         "gradient": f"*{dtype}",
-        "target": "*i64",
+        "target": "*fp32" if constants.get("PROBABILITIES") else "*i64",
         "diversity": "*fp32" if constants.get("DIVERSITY_ON_DEVICE") else "fp32",
     }
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -75,13 +80,20 @@ def compile_one(kernel: Any, dtype: str, warps: int, **constants: Any) -> None:
 def main() -> None:
     for options in OPTIONS:
         sizes = {"MEMBERS": 10, "CLASSES": 100, "BLOCK_K": 8, "REST_K": 2, "BLOCK_C": 128}
-        compile_one(read_once, "bf16", 4, **sizes, BLOCK_N=2, **({"STAGES": 3} | options))
-        compile_one(read_twice, "bf16", 4, **(sizes | {"CLASSES": 300}), **options)
+        compile_one(_read_once, "bf16", 4, **sizes, BLOCK_N=2, **({"STAGES": 3} | options))
+        for stage, span, spans in ((0, 128, 1), (1, 128, 3), (2, 128, 3)):
+            blocks = {"STAGE": stage, "SPAN": span, "SPANS": spans, "BLOCK_SPANS": 4 if spans > 1 else 1}
+            compile_one(_read_twice, "bf16", 4, **sizes, **blocks, **options)
     for dtype in ("fp32", "fp16"):
         runs = {"RUNS": True, "PER_MEMBER": True, "SCALE": True, "COUNT": 0, "DIVERSITY_ON_DEVICE": True}
-        compile_one(read_once, dtype, 16, MEMBERS=5, CLASSES=10, BLOCK_K=4, REST_K=1, BLOCK_C=16, BLOCK_N=128, **runs)
-        compile_one(read_once, dtype, 4, MEMBERS=5, CLASSES=10, BLOCK_K=4, REST_K=1, BLOCK_C=16, BLOCK_N=16)
-    compile_one(scale_in_place, "bf16", 4, BLOCK=4096)
+        compile_one(_read_once, dtype, 16, MEMBERS=5, CLASSES=10, BLOCK_K=4, REST_K=1, BLOCK_C=16, BLOCK_N=128, **runs)
+        own = runs | {"MIXTURE": True, "UNIFORM": False}
+        compile_one(_read_once, dtype, 16, MEMBERS=1, CLASSES=10, BLOCK_K=1, REST_K=0, BLOCK_C=16, BLOCK_N=64, **own)
+        compile_one(_read_once, dtype, 4, MEMBERS=5, CLASSES=10, BLOCK_K=4, REST_K=1, BLOCK_C=16, BLOCK_N=16)
+    for weighted in (True, False):
+        compile_one(_count_samples, "bf16", 4, WEIGHTED=weighted, BLOCK=1024)
+        compile_one(_count_samples, "bf16", 4, WEIGHTED=weighted, BLOCK=1024, parts=1)
+    compile_one(_scale, "bf16", 4, BLOCK=4096)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,13 @@ def flatten_samples(values: Tensor, class_axis: int) -> Tensor:
     return values.unsqueeze(0) if class_axis == 1 else values
 
 
+def given_tensors(*values: object) -> list[Tensor]:
+    """Return the tensors among the arguments; saved, autograd refuses a backward after they change in place."""
+    if torch.compiler.is_compiling():  # the compiler checks this itself
+        return []
+    return [value.detach() for value in values if isinstance(value, Tensor) and not value.is_inference()]
+
+
 def _resolve_diversity(diversity: float | Tensor, like: Tensor) -> float | Tensor:
     """Return λ, checked: a number, or a constant on the device of `like`."""
     _checks.check_diversity(diversity)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._options import flatten_samples, resolve_options
+from torchace.functional._options import flatten_samples, given_tensors, resolve_options
 from torchace.kernels import composite, total_loss
 
 
@@ -79,7 +79,7 @@ def amended_cross_entropy(
     if reduction == "none":
         losses = composite.member_losses(rows.unsqueeze(0), options)
         return losses.view(logits.shape[0], logits.shape[1], *logits.shape[3:])
-    return total_loss(rows, options)
+    return total_loss(rows, options, given_tensors(target, member_weights, sample_weight, weight, mixture))
 
 
 LOSSES = ("ace", "ncl")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.autograd import forward_ad
 from torchace import _checks
 from torchace.kernels import closed_form, composite
 from torchace.kernels.closed_form import LossResult
-from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
+from torchace.kernels.options import LossOptions, compute_dtype, fold_mean, runs_kernels
 
 __all__ = [
     "LossOptions",
@@ -25,13 +24,15 @@ __all__ = [
     "value_and_gradient",
 ]
 
-# Of the Triton kernels.
-TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
-OLDEST, MAX_MEMBERS = (8, 0), 1024  # least compute capability
+MAX_MEMBERS = 1024  # of the Triton kernels
+STEP_ON_GPU = "triton"  # backend of training steps on a GPU: "triton" or "closed_form"
 
 
-def total_loss(logits: Tensor, options: LossOptions) -> Tensor:
-    """Differentiable loss of logits `(K, N, C)` of one run, summed over members and samples."""
+def total_loss(logits: Tensor, options: LossOptions, constants: Sequence[Tensor] = ()) -> Tensor:
+    """Differentiable loss of logits `(K, N, C)` of one run, summed over members and samples.
+
+    Autograd refuses a backward after an in-place change of one of the `constants`, the tensors behind the options.
+    """
     if fits_gpu(logits, options):
         from torchace.kernels import ace_gpu
 
@@ -41,13 +42,13 @@ def total_loss(logits: Tensor, options: LossOptions) -> Tensor:
             from torchace.kernels import ace_op_gpu
 
             return ace_op_gpu.total_loss(logits, options)
-        return _apply(logits, options, ace_gpu)
+        return _apply(logits, options, ace_gpu, constants)
     if not fits_cpu(logits, options):
         return composite.total_loss(logits.unsqueeze(0), options)
     if isinstance(options.diversity, Tensor):
         # A number from here on: changing the tensor before the backward does not change this loss.
         options = options.replace(diversity=float(options.diversity))
-    return _apply(logits, options, closed_form)
+    return _apply(logits, options, closed_form, constants)
 
 
 def member_terms(logits: Tensor, options: LossOptions) -> LossResult:
@@ -55,7 +56,7 @@ def member_terms(logits: Tensor, options: LossOptions) -> LossResult:
 
     The options must be a sum over samples, with class indices in range.
     """
-    if fits_gpu(logits, options):
+    if STEP_ON_GPU == "triton" and fits_gpu(logits, options):
         from torchace.kernels import ace_gpu
 
         if ace_gpu.fits_member_terms(logits):
@@ -86,32 +87,22 @@ def fits_cpu(logits: Tensor, options: LossOptions) -> bool:
 
 
 def fits_gpu(logits: Tensor, options: LossOptions) -> bool:
-    """Whether the Triton kernels apply: a plain CUDA tensor without transforms, compiled or not, and class indices."""
+    """Whether the Triton kernels apply: a plain CUDA tensor without transforms, compiled or not."""
     return (
-        runs_kernels(logits.device)
+        logits.device.type == "cuda"
         and options.target.device == logits.device
         and options.detach_others
-        and options.mixture is None
-        and not options.has_probabilities
         and not isinstance(options.label_smoothing, Tensor)
         and logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and logits.numel() > 0
         and logits.shape[-3] <= MAX_MEMBERS
+        and not options.target.requires_grad
         and (type(logits) is Tensor or type(logits) is torch.nn.Parameter)
         # seen by torch.compile too, which would lose an operator's own gradient under a transform
         and not torch._C._are_functorch_transforms_active()
         and (torch.compiler.is_compiling() or forward_ad.unpack_dual(logits).tangent is None)
+        and runs_kernels(logits.device)
     )
-
-
-def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton is installed and supports this NVIDIA GPU, which `torch.compile` cannot query."""
-    return device.type == "cuda" and TRITON and (torch.compiler.is_compiling() or _is_new(device))
-
-
-@cache
-def _is_new(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= OLDEST
 
 
 def readable_diversity(diversity: Tensor, device: torch.device) -> float | Tensor:
@@ -121,29 +112,28 @@ def readable_diversity(diversity: Tensor, device: torch.device) -> float | Tenso
     return float(diversity) if _checks.can_read(diversity) else diversity.to(device)  # a graph cannot read
 
 
-def _apply(logits: Tensor, options: LossOptions, backend: Any) -> Tensor:
+def _apply(logits: Tensor, options: LossOptions, backend: Any, constants: Sequence[Tensor]) -> Tensor:
     if not torch.is_grad_enabled():  # a Function's forward cannot tell, and would compute a gradient
         logits = logits.detach()
-    return AmendedCrossEntropy.apply(logits, options, backend)  # type: ignore[no-untyped-call]
+    return AmendedCrossEntropy.apply(logits, options, backend, constants)  # type: ignore[no-untyped-call]
 
 
 class AmendedCrossEntropy(torch.autograd.Function):
     """Compute value and gradient in the forward; the backward scales the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, options: LossOptions, backend: Any) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, options: LossOptions, backend: Any, constants: Sequence[Tensor]) -> Tensor:
         ctx.options, ctx.backend = options, backend
-        # not in float16, in which the gradient underflows before a loss scale is applied
-        early = ctx.needs_input_grad[0] and logits.dtype != torch.float16
+        early = ctx.needs_input_grad[0] and backend.is_gradient_kept(logits)
         value, ctx.gradient = backend.value_and_gradient(logits, options, want_gradient=early)
-        # The target: autograd then refuses a backward after an in-place change, as it does for torch's losses.
-        # λ may change: a schedule does that, and the old value is in the gradient already.
-        ctx.save_for_backward(logits, None if options.target.is_inference() else options.target)
+        # The constants: autograd then refuses a backward after an in-place change of them, as it does for torch's
+        # losses. λ may change: a schedule does that, and the old value is in the gradient already.
+        ctx.save_for_backward(logits, *constants)
         ctx.version = _version(options.diversity)
         return value
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         logits, *_ = ctx.saved_tensors
         grad, options, backend = grads[0], ctx.options, ctx.backend
         recompute = torch.is_grad_enabled() or ctx.gradient is None
@@ -152,15 +142,15 @@ class AmendedCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: differentiate the composite
             loss = composite.total_loss(logits.unsqueeze(0), options)
             (gradient,) = torch.autograd.grad(loss, logits, grad, create_graph=True)
-            return gradient, None, None
+            return gradient, None, None, None
         gradient, ctx.gradient = ctx.gradient, None  # handed over: autograd need not copy it
         if _is_batched(grad):  # several at once, for a Jacobian
             if gradient is None:
                 _, gradient = backend.value_and_gradient(logits, options, want_gradient=True)
-            return (gradient * grad).to(logits.dtype), None, None
+            return (gradient * grad).to(logits.dtype), None, None, None
         if gradient is None:  # a second backward of a retained graph
-            return backend.scaled_gradient(logits, options, grad), None, None
-        return backend.scale_gradient(gradient, grad).to(logits.dtype), None, None
+            return backend.scaled_gradient(logits, options, grad), None, None, None
+        return backend.scale_gradient(gradient, grad).to(logits.dtype), None, None, None
 
 
 def _is_batched(grad: Tensor) -> bool:

@@ -27,25 +27,60 @@ NO_CLASS = tl.constexpr(-(2.0**123))  # logit of padding: finite, so that 0 time
 LOWEST = tl.constexpr(-(2.0**124))
 
 
+# fmt: off
 @triton.jit
-def load_labels(target, target_n, ignore_index, n, real, CLASSES: tl.constexpr):
+def _count_samples(
+    target, stride, weight, counts, samples, classes, ignore_index, parts, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    """Partial denominators of the mean."""
+    first = tl.program_id(0) * parts
+    total = tl.full((), 0.0, counts.dtype.element_ty)
+    for part in range(parts):
+        total += _count(target, stride, weight, (first + part) * BLOCK, samples, classes, ignore_index, WEIGHTED, BLOCK)
+    tl.store(counts + tl.program_id(0), total)
+
+
+@triton.jit
+def _count(target, stride, weight, start, samples, classes, ignore_index, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    sample = start + tl.arange(0, BLOCK)
+    there = sample < samples
+    label = tl.load(target + sample * stride, mask=there, other=0).to(tl.int64)
+    there = there & (label != ignore_index)
+    if WEIGHTED:
+        counted = tl.load(weight + label, mask=there & (label >= 0) & (label < classes), other=0.0)
+    else:
+        counted = tl.where(there, 1, 0)
+    return tl.sum(counted, 0)
+
+
+@triton.jit
+def _load_labels(target, target_n, ignore_index, n, real, CLASSES: tl.constexpr, PROBABILITIES: tl.constexpr):
     """Labels, whether each counts, and NaN where a label is out of range, else 0."""
-    label_64 = tl.load(target + n * target_n, mask=real, other=0).to(tl.int64)
-    valid = real & (label_64 != ignore_index)
-    in_range = valid & (label_64 >= 0) & (label_64 < CLASSES)
-    invalid = tl.where(valid & ~in_range, float("nan"), 0.0)
-    return tl.where(in_range, label_64, 0).to(tl.int32), valid, invalid
+    label = tl.zeros(n.shape, tl.int32)
+    valid = real
+    invalid = tl.zeros(n.shape, tl.float32)
+    if not PROBABILITIES:
+        label_64 = tl.load(target + n * target_n, mask=real, other=0).to(tl.int64)
+        valid = real & (label_64 != ignore_index)
+        in_range = valid & (label_64 >= 0) & (label_64 < CLASSES)
+        invalid = tl.where(valid & ~in_range, float("nan"), 0.0)
+        label = tl.where(in_range, label_64, 0).to(tl.int32)
+    return label, valid, invalid
 
 
 # fmt: off
 @triton.jit
-def weighted_target(
-    weight, smoothing, label, c, CLASSES: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr,
-    ACC: tl.constexpr,
+def _weighted_target(
+    target, target_n, target_c, weight, smoothing, label, n, c, samples, CLASSES: tl.constexpr,
+    PROBABILITIES: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, ACC: tl.constexpr,
 ):
     # fmt: on
     """Weighted target w∘p; 0 for padding."""
-    p = tl.where(c == label, tl.full((), 1.0, ACC), 0.0)
+    if PROBABILITIES:
+        p = tl.load(target + n * target_n + c * target_c, mask=(n < samples) & (c < CLASSES), other=0.0).to(ACC)
+    else:
+        p = tl.where(c == label, tl.full((), 1.0, ACC), 0.0)
     if SMOOTHED:
         spread = (tl.full((), 0.0, ACC) + smoothing) / CLASSES
         p = tl.where(c < CLASSES, p * (1 - smoothing) + spread, 0.0)
@@ -55,8 +90,8 @@ def weighted_target(
 
 
 @triton.jit
-def sum_of_weighted_target(label, weight, mean_weight, smoothing, WEIGHTED: tl.constexpr, ACC: tl.constexpr):
-    """Sum s of the weighted target."""
+def _sum_of_weighted_target(label, weight, mean_weight, smoothing, WEIGHTED: tl.constexpr, ACC: tl.constexpr):
+    """Sum s of the weighted target, for class indices."""
     s = tl.full(label.shape, 1.0, ACC)
     if WEIGHTED:
         s = ((1 - smoothing) * tl.load(weight + label) + smoothing * tl.load(mean_weight)).to(ACC)
@@ -65,28 +100,28 @@ def sum_of_weighted_target(label, weight, mean_weight, smoothing, WEIGHTED: tl.c
 
 # fmt: off
 @triton.jit
-def mean_factor(
+def _mean_factor(
     counts, target, target_n, weight, upstream, samples, ignore_index, CLASSES: tl.constexpr, COUNT: tl.constexpr,
-    BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, UPSTREAM: tl.constexpr, ACC: tl.constexpr,
+    COUNTS: tl.constexpr, WEIGHTED: tl.constexpr, UPSTREAM: tl.constexpr, ACC: tl.constexpr,
 ):
     # fmt: on
     """Factor of every sample's loss; and 0, or NaN where no sample counts.
 
-    The factor is 1 (COUNT 0), or 1 over the number `counts` (1) or over a count of at most BLOCK samples made here (2).
+    The factor is 1 (COUNT 0), or 1 over the sum of `counts` (1), a count made here (2), the number of samples (3), or
+    the sum of `counts` in a loop (4), uniform over threads, which saves registers.
     """
     factor, empty = tl.full((), 1.0, ACC), tl.full((), 0.0, ACC)
-    if COUNT == 1:
-        total = tl.load(counts)
-        factor, empty = factor / total, empty / total
-    if COUNT == 2:
-        sample = tl.arange(0, BLOCK)
-        label = tl.load(target + sample * target_n, mask=sample < samples, other=0).to(tl.int64)
-        counted = (sample < samples) & (label != ignore_index)
-        if WEIGHTED:
-            weights = tl.load(weight + label, mask=counted & (label >= 0) & (label < CLASSES), other=0.0)
-            total = tl.sum(weights, 0).to(ACC)
+    if COUNT == 3:
+        factor = factor / samples
+    elif COUNT:
+        if COUNT == 1:
+            total = tl.sum(tl.load(counts + tl.arange(0, COUNTS)), 0).to(ACC)
+        elif COUNT == 4:
+            total = tl.full((), 0.0, ACC)
+            for part in tl.static_range(COUNTS):
+                total += tl.load(counts + part)
         else:
-            total = tl.sum(tl.where(counted, 1, 0), 0).to(ACC)
+            total = _count(target, target_n, weight, 0, samples, CLASSES, ignore_index, WEIGHTED, COUNTS).to(ACC)
         factor, empty = factor / total, empty / total
     if UPSTREAM:
         factor *= tl.load(upstream)
@@ -94,43 +129,45 @@ def mean_factor(
 
 
 @triton.jit
-def exp(x, FAST: tl.constexpr):
+def _exp(x, FAST: tl.constexpr):
     """Exponential. FAST, here and below: one instruction, which flushes numbers below 1e-38 to 0."""
     if FAST:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E], tl.float32, True, 1)
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E], tl.float32, True, 1)
     else:
-        return tl.exp(x)
+        y = tl.exp(x)
+    return y
 
 
 @triton.jit
-def log(x, FAST: tl.constexpr):
-    """Natural logarithm."""
+def _log(x, FAST: tl.constexpr):
     if FAST:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1) * LN_2
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1) * LN_2
     else:
-        return tl.log(x)
+        y = tl.log(x)
+    return y
 
 
 @triton.jit
-def reciprocal(x, FAST: tl.constexpr):
-    """1 / x."""
+def _reciprocal(x, FAST: tl.constexpr):
     if FAST:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
-        return 1 / x
+        y = 1 / x
+    return y
 
 
 @triton.jit
-def load_alpha(alpha, k, MEMBERS: tl.constexpr, UNIFORM: tl.constexpr, ACC: tl.constexpr):
+def _load_alpha(alpha, k, MEMBERS: tl.constexpr, UNIFORM: tl.constexpr, ACC: tl.constexpr):
     """Member weights α; 0 for padding."""
-    if UNIFORM:
-        return tl.where(k < MEMBERS, tl.full((), 1.0 / MEMBERS, ACC), 0.0)
+    if not UNIFORM:
+        a = tl.load(alpha + k, mask=k < MEMBERS, other=0.0).to(ACC)
     else:
-        return tl.load(alpha + k, mask=k < MEMBERS, other=0.0).to(ACC)
+        a = tl.where(k < MEMBERS, tl.full((), 1.0 / MEMBERS, ACC), 0.0)
+    return a
 
 
 @triton.jit
-def sums_of_t(t, e, factor, SCALE: tl.constexpr, AXIS_K: tl.constexpr):
+def _sums_of_t(t, e, factor, SCALE: tl.constexpr, AXIS_K: tl.constexpr):
     """Sum over members of `factor` t for a vector's classes, and <e, t> of every member."""
     if SCALE:  # may be 0 for one member
         sum_t = tl.sum(tl.where(factor == 0, 0.0, factor * t), AXIS_K, keep_dims=True)
@@ -140,13 +177,13 @@ def sums_of_t(t, e, factor, SCALE: tl.constexpr, AXIS_K: tl.constexpr):
 
 
 @triton.jit
-def b_dot_t(b, sum_t, c, CLASSES: tl.constexpr):
-    """Σ_k <b, t>; NaN where t is -inf, see `u_times_t`."""
+def _b_dot_t(b, sum_t, c, CLASSES: tl.constexpr):
+    """Σ_k <b, t>; NaN where t is -inf, see `_u_times_t`."""
     return tl.sum(tl.where(c < CLASSES, b * sum_t, 0.0), 3, keep_dims=True)
 
 
 @triton.jit
-def lam_q_dot_t(lam_s_alpha, e_dot_t, factor, SCALE: tl.constexpr, AXIS_K: tl.constexpr):
+def _lam_q_dot_t(lam_s_alpha, e_dot_t, factor, SCALE: tl.constexpr, AXIS_K: tl.constexpr):
     """Σ_k <b - u, t>, from `lam_s_alpha` = λ s α / total times `factor`."""
     product = lam_s_alpha * e_dot_t
     if SCALE:
@@ -155,7 +192,7 @@ def lam_q_dot_t(lam_s_alpha, e_dot_t, factor, SCALE: tl.constexpr, AXIS_K: tl.co
 
 
 @triton.jit
-def u_times_t(t, e, lam_s_alpha, b, factor, c, CLASSES: tl.constexpr, SCALE: tl.constexpr):
+def _u_times_t(t, e, lam_s_alpha, b, factor, c, CLASSES: tl.constexpr, SCALE: tl.constexpr):
     """Product u·t times `factor`; 0 for a class of weight 0, even at -inf."""
     u = tl.where(c < CLASSES, factor * b - lam_s_alpha * e, 0.0)
     product = tl.where(u == 0, 0.0, u * t)
@@ -165,14 +202,14 @@ def u_times_t(t, e, lam_s_alpha, b, factor, c, CLASSES: tl.constexpr, SCALE: tl.
 
 
 @triton.jit
-def u_dot_t(t, e, lam_s_alpha, b, factor, c, CLASSES: tl.constexpr, SCALE: tl.constexpr, AXIS_K: tl.constexpr):
+def _u_dot_t(t, e, lam_s_alpha, b, factor, c, CLASSES: tl.constexpr, SCALE: tl.constexpr, AXIS_K: tl.constexpr):
     """Σ_k <u, t> of a vector's classes, finite wherever possible."""
-    product = u_times_t(t, e, lam_s_alpha, b, factor, c, CLASSES, SCALE)
+    product = _u_times_t(t, e, lam_s_alpha, b, factor, c, CLASSES, SCALE)
     return tl.sum(tl.sum(product, AXIS_K, keep_dims=True), 3, keep_dims=True)
 
 
 @triton.jit
-def logit_gradient(e, s_own, b, factor, SCALE: tl.constexpr):
+def _logit_gradient(e, s_own, b, factor, SCALE: tl.constexpr):
     """Gradient, from `s_own` = s (1-λ) / total and `b`, both times `factor`."""
     g = s_own * e + b
     if SCALE:
@@ -181,20 +218,19 @@ def logit_gradient(e, s_own, b, factor, SCALE: tl.constexpr):
 
 
 @triton.jit
-def store(place, mask, g):
-    """Store a gradient that is not read again."""
+def _store(place, mask, g):
     tl.store(place, g.to(place.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
-def log_total_dot_u(total, factor, sum_alpha, a, s, lam, k, MEMBERS: tl.constexpr, FAST: tl.constexpr):
-    """Product L Σ_c u_c."""
-    logs = factor * s * (lam * (sum_alpha - a) - 1) * log(total, FAST)
+def _log_total_dot_u(total, factor, sum_mixture, a, s, lam, share, k, MEMBERS: tl.constexpr, FAST: tl.constexpr):
+    """Product L Σ_c u_c, where Σ_c q̄_c is `sum_mixture` and Σ_c q_c is `share`."""
+    logs = factor * s * (lam * (sum_mixture - share * a) - share) * _log(total, FAST)
     return tl.where((k < MEMBERS) & (factor != 0), logs, 0.0)
 
 
 @triton.jit
-def scale_in_place(gradient, upstream, size, BLOCK: tl.constexpr):
+def _scale(gradient, upstream, size, BLOCK: tl.constexpr):
     """Multiply in place; a factor of 1 skips the gradient."""
     factor = tl.load(upstream)
     if factor != 1.0:

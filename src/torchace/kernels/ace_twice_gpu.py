@@ -7,155 +7,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchace.kernels import ace_terms_gpu as terms
-
-
-# fmt: off
-@triton.jit
-def read_twice(
-    # pointers
-    logits, gradient, values, target, weight, mean_weight, alpha, scale, counts, upstream, diversity,
-    # strides; those of logits and gradient, but for the classes', are divided by VECTOR
-    logits_k, logits_n, logits_c, gradient_k, gradient_n, gradient_c, target_n, scale_k, scale_n,
-    smoothing, ignore_index, samples,
-    # sizes
-    MEMBERS: tl.constexpr, CLASSES: tl.constexpr, VECTOR: tl.constexpr, BLOCK_K: tl.constexpr, REST_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    # options
-    WITH_GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr, SCALE: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_BLOCK: tl.constexpr, UPSTREAM: tl.constexpr, DIVERSITY_ON_DEVICE: tl.constexpr,
-    SMOOTHED: tl.constexpr, ACC: tl.constexpr, FAST: tl.constexpr,
-):
-    # fmt: on
-    """Process one sample's classes block by block: softmax statistics, then value and gradient."""
-    n = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK_K).to(tl.int64)[None, None, :, None]
-    k_r = (BLOCK_K + tl.arange(0, REST_K if REST_K else 1)).to(tl.int64)[None, None, :, None]
-    row, row_r = logits + (n * logits_n + k * logits_k) * VECTOR, logits + (n * logits_n + k_r * logits_k) * VECTOR
-    out, out_r = (n * gradient_n + k * gradient_k) * VECTOR, (n * gradient_n + k_r * gradient_k) * VECTOR
-    out, out_r = gradient + out, gradient + out_r
-    label, valid, invalid = terms.load_labels(target, target_n, ignore_index, n, n < samples, CLASSES)
-    mean_factor, value = terms.mean_factor(
-        counts, target, target_n, weight, upstream, samples, ignore_index, CLASSES, COUNT, COUNT_BLOCK, WEIGHTED,
-        UPSTREAM, ACC,
-    )  # fmt: skip
-    if valid:
-        lam = tl.full((), 0.0, ACC) + (tl.load(diversity) if DIVERSITY_ON_DEVICE else diversity)
-        s = terms.sum_of_weighted_target(label, weight, mean_weight, smoothing, WEIGHTED, ACC)
-        factor = tl.full((1, 1, 1, 1), 0.0, ACC) + mean_factor + invalid
-        scale += n * scale_n
-        first = _member_terms(
-            row, logits_c, alpha, scale, scale_k, k, factor, lam, s, MEMBERS, CLASSES, BLOCK_C, VECTOR, UNIFORM, SCALE,
-            FAST, ACC,
-        )  # fmt: skip
-        rest = first
-        if REST_K:
-            rest = _member_terms(
-                row_r, logits_c, alpha, scale, scale_k, k_r, factor, lam, s, MEMBERS, CLASSES, BLOCK_C, VECTOR,
-                UNIFORM, SCALE, FAST, ACC,
-            )  # fmt: skip
-        dots = _read_again(
-            row, row_r, logits_c, out, out_r, gradient_c, k, k_r, first, rest, weight, smoothing, label, lam, s,
-            MEMBERS, CLASSES, VECTOR, REST_K, BLOCK_C, WITH_GRADIENT, False, WEIGHTED, SCALE, SMOOTHED, ACC, FAST,
-        )  # fmt: skip
-        if dots != dots:  # perhaps 0 times -inf
-            dots = _read_again(
-                row, row_r, logits_c, out, out_r, gradient_c, k, k_r, first, rest, weight, smoothing, label, lam, s,
-                MEMBERS, CLASSES, VECTOR, REST_K, BLOCK_C, False, True, WEIGHTED, SCALE, SMOOTHED, ACC, FAST,
-            )  # fmt: skip
-        sum_alpha = tl.full((), 1.0, ACC)
-        if not UNIFORM:
-            sum_alpha = tl.sum(first[2]) + (tl.sum(rest[2]) if REST_K else 0.0)
-        logs = _log_terms(first, sum_alpha, s, lam, k, MEMBERS, FAST)
-        if REST_K:
-            logs += _log_terms(rest, sum_alpha, s, lam, k_r, MEMBERS, FAST)
-        value += dots - logs
-    elif WITH_GRADIENT:
-        for start in range(0, CLASSES, BLOCK_C):
-            c = start + _block_classes(BLOCK_C, VECTOR)
-            zero = tl.zeros((1, 1, 1, 1), gradient.dtype.element_ty)
-            tl.store(out + c * gradient_c, zero, mask=(c < CLASSES) & (k < MEMBERS))
-            if REST_K:
-                tl.store(out_r + c * gradient_c, zero, mask=(c < CLASSES) & (k_r < MEMBERS))
-    tl.store(values + n, value)
-
-
-# fmt: off
-@triton.jit
-def _member_terms(
-    row, logits_c, alpha, scale, scale_k, k, factor, lam, s, MEMBERS: tl.constexpr, CLASSES: tl.constexpr,
-    BLOCK_C: tl.constexpr, VECTOR: tl.constexpr, UNIFORM: tl.constexpr, SCALE: tl.constexpr, FAST: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    # fmt: on
-    """Maximum, Σ exp, α, factor, and factors of e in λ s α q, s (1-λ) q and α q, of some members."""
-    tops = tl.full((BLOCK_C // VECTOR, 1, row.shape[2], 1), terms.LOWEST, ACC)
-    totals = tl.zeros((BLOCK_C // VECTOR, 1, row.shape[2], 1), ACC)
-    for start in tl.range(0, CLASSES, BLOCK_C, num_stages=1):
-        c = start + _block_classes(BLOCK_C, VECTOR)
-        z = _load_logits(row + c * logits_c, (k < MEMBERS) & (c < CLASSES), ACC, "evict_last")
-        larger = tl.maximum(tops, tl.max(z, 3, keep_dims=True))
-        totals = totals * terms.exp(tops - larger, FAST) + tl.sum(terms.exp(z - larger, FAST), 3, keep_dims=True)
-        tops = larger
-    top = tl.max(tops, 0, keep_dims=True)
-    total = tl.sum(totals * tl.exp(tops - top), 0, keep_dims=True)
-    a = terms.load_alpha(alpha, k, MEMBERS, UNIFORM, ACC)
-    if SCALE:
-        factor = factor * tl.load(scale + k * scale_k, mask=k < MEMBERS, other=0.0)
-    inverse = terms.reciprocal(total, FAST)
-    return top, total, a, factor, factor * lam * s * a * inverse, factor * s * (1 - lam) * inverse, a * inverse
-
-
-# fmt: off
-@triton.jit
-def _read_again(
-    row, row_r, logits_c, out, out_r, gradient_c, k, k_r, first, rest, weight, smoothing, label, lam, s,
-    MEMBERS: tl.constexpr, CLASSES: tl.constexpr, VECTOR: tl.constexpr, REST_K: tl.constexpr, BLOCK_C: tl.constexpr,
-    WITH_GRADIENT: tl.constexpr, CAREFUL: tl.constexpr, WEIGHTED: tl.constexpr, SCALE: tl.constexpr,
-    SMOOTHED: tl.constexpr, ACC: tl.constexpr, FAST: tl.constexpr,
-):
-    # fmt: on
-    """Return Σ_k <u, t> and write the gradient. CAREFUL: finite wherever possible."""
-    top, _, _, factor, lam_s_alpha, s_own, share = first
-    top_r, _, _, factor_r, lam_s_alpha_r, s_own_r, share_r = rest
-    dots = tl.zeros((BLOCK_C // VECTOR, 1, 1, 1), ACC)
-    for past in tl.range(0, tl.cdiv(CLASSES, BLOCK_C) * BLOCK_C, BLOCK_C, num_stages=1):
-        # backward: the logits read last are still in the cache
-        c = (tl.cdiv(CLASSES, BLOCK_C) - 1) * BLOCK_C - past + _block_classes(BLOCK_C, VECTOR)
-        mask, mask_r = (c < CLASSES) & (k < MEMBERS), (c < CLASSES) & (k_r < MEMBERS)
-        t = _load_logits(row + c * logits_c, mask, ACC, "evict_first") - top
-        e = terms.exp(t, FAST)
-        mean = tl.sum(share * e, 2, keep_dims=True)
-        if REST_K:
-            t_r = _load_logits(row_r + c * logits_c, mask_r, ACC, "evict_first") - top_r
-            e_r = terms.exp(t_r, FAST)
-            mean += tl.sum(share_r * e_r, 2, keep_dims=True)
-        wp = terms.weighted_target(weight, smoothing, label, c, CLASSES, WEIGHTED, SMOOTHED, ACC)
-        b = lam * s * mean - wp  # (vectors, 1, 1, classes)
-        if WITH_GRADIENT:
-            terms.store(out + c * gradient_c, mask, terms.logit_gradient(e, s_own, factor * b, factor, SCALE))
-            if REST_K:
-                own = terms.logit_gradient(e_r, s_own_r, factor_r * b, factor_r, SCALE)
-                terms.store(out_r + c * gradient_c, mask_r, own)
-        if CAREFUL:
-            dots += terms.u_dot_t(t, e, lam_s_alpha, b, factor, c, CLASSES, SCALE, 2)
-            if REST_K:
-                dots += terms.u_dot_t(t_r, e_r, lam_s_alpha_r, b, factor_r, c, CLASSES, SCALE, 2)
-        else:
-            sum_t, e_dot_t = terms.sums_of_t(t, e, factor, SCALE, 2)
-            dots -= terms.lam_q_dot_t(lam_s_alpha, e_dot_t, factor, SCALE, 2)
-            if REST_K:
-                sum_t_r, e_dot_t_r = terms.sums_of_t(t_r, e_r, factor_r, SCALE, 2)
-                sum_t += sum_t_r
-                dots -= terms.lam_q_dot_t(lam_s_alpha_r, e_dot_t_r, factor_r, SCALE, 2)
-            dots += terms.b_dot_t(b, sum_t, c, CLASSES)
-    return tl.sum(dots)
-
-
-@triton.jit
-def _log_terms(members, sum_alpha, s, lam, k, MEMBERS: tl.constexpr, FAST: tl.constexpr):
-    _, total, a, factor, _, _, _ = members
-    return tl.sum(terms.log_total_dot_u(total, factor, sum_alpha, a, s, lam, k, MEMBERS, FAST))
+from torchace.kernels.ace_terms_gpu import (
+    LOWEST,
+    NO_CLASS,
+    _b_dot_t,
+    _exp,
+    _lam_q_dot_t,
+    _load_alpha,
+    _load_labels,
+    _log_total_dot_u,
+    _logit_gradient,
+    _mean_factor,
+    _reciprocal,
+    _store,
+    _sum_of_weighted_target,
+    _sums_of_t,
+    _u_dot_t,
+    _weighted_target,
+)
 
 
 @triton.jit
@@ -169,7 +38,200 @@ def _block_classes(BLOCK_C: tl.constexpr, VECTOR: tl.constexpr):
 def _load_logits(place, mask, ACC: tl.constexpr, POLICY: tl.constexpr):
     """Logits; NO_CLASS for padding."""
     if place.dtype.element_ty == tl.float16:  # NO_CLASS would be -inf
-        z = tl.where(mask, tl.load(place, mask=mask, other=0.0, eviction_policy=POLICY).to(ACC), terms.NO_CLASS)
+        z = tl.where(mask, tl.load(place, mask=mask, other=0.0, eviction_policy=POLICY).to(ACC), NO_CLASS)
     else:
-        z = tl.load(place, mask=mask, other=terms.NO_CLASS, eviction_policy=POLICY).to(ACC)
+        z = tl.load(place, mask=mask, other=NO_CLASS, eviction_policy=POLICY).to(ACC)
     return z
+
+
+# fmt: off
+@triton.jit
+def _softmax_sums(
+    row, logits_c, first, member, CLASSES: tl.constexpr, SPAN: tl.constexpr, BLOCK_C: tl.constexpr,
+    VECTOR: tl.constexpr, FAST: tl.constexpr, ACC: tl.constexpr, POLICY: tl.constexpr,
+):
+    # fmt: on
+    """Each member's maximum over a span, and the sum of exponentials relative to it."""
+    tops = tl.full((BLOCK_C // VECTOR, 1, row.shape[2], 1), LOWEST, ACC)
+    totals = tl.zeros((BLOCK_C // VECTOR, 1, row.shape[2], 1), ACC)
+    for start in tl.range(0, SPAN, BLOCK_C, num_stages=1):
+        c = first + start + _block_classes(BLOCK_C, VECTOR)
+        z = _load_logits(row + c * logits_c, member & (c < CLASSES), ACC, POLICY)
+        larger = tl.maximum(tops, tl.max(z, 3, keep_dims=True))
+        totals = totals * _exp(tops - larger, FAST) + tl.sum(_exp(z - larger, FAST), 3, keep_dims=True)
+        tops = larger
+    return _combine(tops, totals)
+
+
+@triton.jit
+def _combine(tops, totals):
+    """Combine maxima and sums of exponentials of several parts, `(parts, 1, members, 1)`."""
+    top = tl.max(tops, 0, keep_dims=True)
+    return top, tl.sum(totals * tl.exp(tops - top), 0, keep_dims=True)
+
+
+@triton.jit
+def _store_statistics(statistics, top, total, k, n, span, MEMBERS: tl.constexpr, SPANS: tl.constexpr):
+    place = statistics + (n * SPANS + span) * 3 * MEMBERS + k
+    tl.store(place, top, mask=k < MEMBERS)
+    tl.store(place + MEMBERS, total, mask=k < MEMBERS)
+
+
+@triton.jit
+def _load_statistics(statistics, k, n, MEMBERS: tl.constexpr, SPANS: tl.constexpr, BLOCK_SPANS: tl.constexpr):
+    span = tl.arange(0, BLOCK_SPANS)[:, None, None, None]
+    place = statistics + (n * SPANS + span) * 3 * MEMBERS + k
+    there = (k < MEMBERS) & (span < SPANS)
+    # padding as in `_softmax_sums`
+    top, total = tl.where(k < MEMBERS, LOWEST, NO_CLASS), tl.where(k < MEMBERS, 0.0, 1.0)
+    return _combine(tl.load(place, mask=there, other=top), tl.load(place + MEMBERS, mask=there, other=total))
+
+
+# fmt: off
+@triton.jit
+def _read_twice(
+    # pointers
+    logits, gradient, values, target, weight, mean_weight, alpha, mixture, scale, counts, upstream, diversity,
+    # strides; those of logits and gradient, but for the classes', are divided by VECTOR
+    logits_k, logits_n, logits_c, gradient_k, gradient_n, gradient_c, target_n, target_c, mixture_n, mixture_c,
+    scale_k, scale_n, smoothing, ignore_index, samples,
+    # sizes
+    MEMBERS: tl.constexpr, CLASSES: tl.constexpr, VECTOR: tl.constexpr, BLOCK_K: tl.constexpr, REST_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    # options
+    WITH_GRADIENT: tl.constexpr, PROBABILITIES: tl.constexpr, WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr,
+    MIXTURE: tl.constexpr, SCALE: tl.constexpr, COUNT: tl.constexpr, COUNTS: tl.constexpr, UPSTREAM: tl.constexpr,
+    DIVERSITY_ON_DEVICE: tl.constexpr, SMOOTHED: tl.constexpr, ACC: tl.constexpr, FAST: tl.constexpr,
+    # spans
+    statistics, STAGE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, BLOCK_SPANS: tl.constexpr,
+):
+    # fmt: on
+    """Process a span of one sample's classes block by block: softmax statistics, then value and gradient.
+
+    STAGE 0: both, for all classes. 1: write `statistics`, `(samples, spans, 3, members)`: maximum, sum of exponentials
+    and sum of w∘p. 2: value and gradient from them.
+    """
+    n, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if STAGE == 2:
+        n = samples - 1 - n  # the logits read last are still in the cache
+    k = tl.arange(0, BLOCK_K).to(tl.int64)[None, None, :, None]
+    k_r = (BLOCK_K + tl.arange(0, REST_K if REST_K else 1)).to(tl.int64)[None, None, :, None]
+    classes = _block_classes(BLOCK_C, VECTOR)
+    row, row_r = logits + (n * logits_n + k * logits_k) * VECTOR, logits + (n * logits_n + k_r * logits_k) * VECTOR
+    label, valid, invalid = _load_labels(target, target_n, ignore_index, n, n < samples, CLASSES, PROBABILITIES)
+    if STAGE < 2:
+        first = span * SPAN
+        POLICY: tl.constexpr = "" if STAGE else "evict_last"
+        top, total = _softmax_sums(row, logits_c, first, k < MEMBERS, CLASSES, SPAN, BLOCK_C, VECTOR, FAST, ACC, POLICY)
+        if REST_K:
+            top_r, total_r = _softmax_sums(
+                row_r, logits_c, first, k_r < MEMBERS, CLASSES, SPAN, BLOCK_C, VECTOR, FAST, ACC, POLICY
+            )
+        s = tl.zeros((), ACC)
+        if PROBABILITIES:
+            for start in range(0, SPAN, BLOCK_C):
+                wp = _weighted_target(
+                    target, target_n, target_c, weight, smoothing, label, n, first + start + classes, samples,
+                    CLASSES, PROBABILITIES, WEIGHTED, SMOOTHED, ACC,
+                )  # fmt: skip
+                s += tl.sum(wp)
+        if STAGE == 1:
+            _store_statistics(statistics, top, total, k, n, span, MEMBERS, SPANS)
+            if REST_K:
+                _store_statistics(statistics, top_r, total_r, k_r, n, span, MEMBERS, SPANS)
+            tl.store(statistics + (n * SPANS + span) * 3 * MEMBERS + 2 * MEMBERS, s)
+    else:
+        top, total = _load_statistics(statistics, k, n, MEMBERS, SPANS, BLOCK_SPANS)
+        if REST_K:
+            top_r, total_r = _load_statistics(statistics, k_r, n, MEMBERS, SPANS, BLOCK_SPANS)
+        spans = tl.arange(0, BLOCK_SPANS)
+        s = tl.sum(tl.load(statistics + (n * SPANS + spans) * 3 * MEMBERS + 2 * MEMBERS, mask=spans < SPANS, other=0.0))
+    if STAGE != 1:
+        lam = tl.full((), 0.0, ACC) + (tl.load(diversity) if DIVERSITY_ON_DEVICE else diversity)
+        if not PROBABILITIES:
+            s = _sum_of_weighted_target(label, weight, mean_weight, smoothing, WEIGHTED, ACC)
+        mean_factor, empty = _mean_factor(
+            counts, target, target_n, weight, upstream, samples, ignore_index, CLASSES, COUNT, COUNTS, WEIGHTED,
+            UPSTREAM, ACC,
+        )  # fmt: skip
+        value = empty
+        if valid:
+            a = _load_alpha(alpha, k, MEMBERS, UNIFORM, ACC)
+            factor = tl.full((1, 1, 1, 1), 0.0, ACC) + mean_factor + invalid
+            factor_r = factor
+            if SCALE:
+                factor = factor * tl.load(scale + n * scale_n + k * scale_k)
+            inverse = _reciprocal(total, FAST)
+            lam_s_alpha, s_own, share = factor * lam * s * a * inverse, factor * s * (1 - lam) * inverse, a * inverse
+            if REST_K:
+                a_r = _load_alpha(alpha, k_r, MEMBERS, UNIFORM, ACC)
+                if SCALE:
+                    factor_r = factor_r * tl.load(scale + n * scale_n + k_r * scale_k, mask=k_r < MEMBERS, other=0.0)
+                inverse = _reciprocal(total_r, FAST)
+                lam_s_alpha_r, s_own_r = factor_r * lam * s * a_r * inverse, factor_r * s * (1 - lam) * inverse
+                share_r = a_r * inverse
+            dots, sum_mixture = tl.zeros((), ACC), tl.zeros((), ACC)
+            for retry in range(2):
+                if (retry == 0) | (dots != dots):  # again for NaN, perhaps 0 times -inf
+                    block_dots = tl.zeros((BLOCK_C // VECTOR, 1, 1, 1), ACC)
+                    mixture_sums = tl.zeros((BLOCK_C // VECTOR, 1, 1, 1), ACC)
+                    for past in tl.range(0, SPAN, BLOCK_C, num_stages=1):
+                        # backward: the logits read last are still in the cache
+                        c = span * SPAN + (SPAN - BLOCK_C - past) + classes
+                        mask, mask_r = (c < CLASSES) & (k < MEMBERS), (c < CLASSES) & (k_r < MEMBERS)
+                        t = _load_logits(row + c * logits_c, mask, ACC, "evict_first") - top
+                        e = _exp(t, FAST)
+                        if REST_K:
+                            t_r = _load_logits(row_r + c * logits_c, mask_r, ACC, "evict_first") - top_r
+                            e_r = _exp(t_r, FAST)
+                        wp = _weighted_target(
+                            target, target_n, target_c, weight, smoothing, label, n, c, samples, CLASSES,
+                            PROBABILITIES, WEIGHTED, SMOOTHED, ACC,
+                        )  # fmt: skip
+                        if MIXTURE:
+                            mean = tl.load(mixture + n * mixture_n + c * mixture_c, mask=c < CLASSES, other=0.0).to(ACC)
+                            mixture_sums += tl.sum(mean, 3, keep_dims=True)
+                        else:
+                            mean = tl.sum(share * e, 2, keep_dims=True)
+                            if REST_K:
+                                mean += tl.sum(share_r * e_r, 2, keep_dims=True)
+                        b = lam * s * mean - wp  # (vectors, 1, 1, classes)
+                        if WITH_GRADIENT:
+                            place = (n * gradient_n + k * gradient_k) * VECTOR + c * gradient_c
+                            _store(gradient + place, mask, _logit_gradient(e, s_own, factor * b, factor, SCALE))
+                            if REST_K:
+                                place = (n * gradient_n + k_r * gradient_k) * VECTOR + c * gradient_c
+                                own = _logit_gradient(e_r, s_own_r, factor_r * b, factor_r, SCALE)
+                                _store(gradient + place, mask_r, own)
+                        if retry:
+                            block_dots += _u_dot_t(t, e, lam_s_alpha, b, factor, c, CLASSES, SCALE, 2)
+                            if REST_K:
+                                block_dots += _u_dot_t(t_r, e_r, lam_s_alpha_r, b, factor_r, c, CLASSES, SCALE, 2)
+                        else:
+                            sum_t, e_dot_t = _sums_of_t(t, e, factor, SCALE, 2)
+                            block_dots -= _lam_q_dot_t(lam_s_alpha, e_dot_t, factor, SCALE, 2)
+                            if REST_K:
+                                sum_t_r, e_dot_t_r = _sums_of_t(t_r, e_r, factor_r, SCALE, 2)
+                                sum_t += sum_t_r
+                                block_dots -= _lam_q_dot_t(lam_s_alpha_r, e_dot_t_r, factor_r, SCALE, 2)
+                            block_dots += _b_dot_t(b, sum_t, c, CLASSES)
+                    dots, sum_mixture = tl.sum(block_dots), tl.sum(mixture_sums)
+            # a span's share of L Σ u: its part of a given mixture; other terms belong to the first span
+            whole = tl.where(span == 0, 1.0, 0.0)
+            sums = sum_mixture if MIXTURE else whole
+            if not UNIFORM and not MIXTURE:
+                sums = (tl.sum(a) + (tl.sum(a_r) if REST_K else 0.0)) * whole
+            logs = tl.sum(_log_total_dot_u(total, factor, sums, a, s, lam, whole, k, MEMBERS, FAST))
+            if REST_K:
+                logs += tl.sum(_log_total_dot_u(total_r, factor_r, sums, a_r, s, lam, whole, k_r, MEMBERS, FAST))
+            value += dots - logs
+        elif WITH_GRADIENT:
+            for start in range(0, SPAN, BLOCK_C):
+                c = span * SPAN + start + classes
+                zero = tl.zeros((1, 1, 1, 1), gradient.dtype.element_ty)
+                place = gradient + (n * gradient_n + k * gradient_k) * VECTOR + c * gradient_c
+                tl.store(place, zero, mask=(c < CLASSES) & (k < MEMBERS))
+                if REST_K:
+                    place = gradient + (n * gradient_n + k_r * gradient_k) * VECTOR + c * gradient_c
+                    tl.store(place, zero, mask=(c < CLASSES) & (k_r < MEMBERS))
+        tl.store(values + n * SPANS + span, value)

@@ -1,15 +1,30 @@
-"""Resolved options of the amended cross entropy, shared by all backends."""
+"""Resolved options of the amended cross entropy, shared by all backends, and where Triton kernels run."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchace import _checks
+
+TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+OLDEST = (8, 0)  # least compute capability
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton is installed and supports this NVIDIA GPU, which `torch.compile` cannot query."""
+    return device.type == "cuda" and TRITON and (torch.compiler.is_compiling() or _is_new(device))
+
+
+@cache
+def _is_new(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= OLDEST
 
 
 @dataclass(eq=False)  # a dataclass: torch.compile traces its methods in every supported version
