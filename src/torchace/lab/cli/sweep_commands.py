@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from torchace._extras import import_extra
 from torchace.lab.cli.table_options import Device
 from torchace.lab.cli.terminal import (
     ERROR,
     INTERRUPTED,
     RESUME,
     SOME_FAILED,
-    check_report_packages,
     console,
     exit_interrupted,
-    interruptible,
     print_error,
     print_line,
     print_table,
     stop_signal,
 )
-
-if TYPE_CHECKING:
-    from torchace.lab.schema.results import Failure, RunKey
 
 
 def run(
@@ -52,10 +47,9 @@ def run(
         list[str] | None,
         typer.Option(metavar="NAME", help="Also write metrics to csv, tensorboard, mlflow or wandb; repeatable."),
     ] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", hidden=True)] = False,
 ) -> None:
     """Train a sweep over λ and seeds and write a report. Repeat the command to resume."""
-    check_report_packages()
+    import_extra("matplotlib", "The report needs")
 
     from torchace.lab.sweeps.config import load_experiment
     from torchace.lab.sweeps.executor import process_group
@@ -79,8 +73,7 @@ def run(
                 SweepProgress(console) as progress,
                 make_executor(loaded, directory, device, ray=ray, parallel=parallel, rank=rank, stop=stop) as executor,
             ):
-                trackers = [*(tracker or ()), *(["tensorboard"] if tensorboard else [])]
-                callbacks = [progress, *([] if rank else [EventLog(directory), *trackers])]
+                callbacks = [progress, *([] if rank else [EventLog(directory), *(tracker or ())])]
                 failures = Sweep(loaded, directory, executor).run(make_callbacks(callbacks, directory, loaded), stop)
         except Interrupted:
             if rank:
@@ -95,24 +88,18 @@ def run(
             raise typer.Exit(ERROR) from None
     if not rank:  # the first rank reports
         report(directory)
-        _print_failures(failures)
-
-
-def _print_failures(failures: dict[RunKey, Failure]) -> None:
-    for run, failure in failures.items():
-        member = "" if failure.member is None else f", member {failure.member}"
-        print_error(f"Run {run.description} failed at step {failure.step}{member}: {failure.message}.")
-    if failures:
-        raise typer.Exit(SOME_FAILED)
+        for run, failure in failures.items():
+            member = "" if failure.member is None else f", member {failure.member}"
+            print_error(f"Run {run.description} failed at step {failure.step}{member}: {failure.message}.")
+        if failures:
+            raise typer.Exit(SOME_FAILED)
 
 
 def report(directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Run directory.")]) -> None:
     """Write the report of a run directory."""
     from torchace.lab.report import read_results, rich_table, summary_sentences, write_report
 
-    again = f"All results are in {directory}. Write the report with: torchace report {shlex.quote(str(directory))}"
-    with interruptible(f"Interrupted while writing the report. {again}"):
-        page = write_report(directory)
+    page = write_report(directory)
     results = read_results(directory)
     print_table(rich_table(results))
     for sentence in summary_sentences(results):

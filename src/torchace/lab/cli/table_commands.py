@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchace._extras import import_extra
 from torchace.lab.cli.table_options import Data, TableRequest, option_name, with_table_options
 from torchace.lab.cli.terminal import (
     RESUME,
-    check_report_packages,
     console,
     exit_interrupted,
-    interruptible,
     print_line,
     print_table,
     printable,
@@ -50,54 +50,39 @@ def fit(
     baselines: Annotated[bool, typer.Option(help="Compare with simpler models and gradient boosting.")] = True,
 ) -> None:
     """Train an ensemble on a table; write the model and a report. Repeat the command to resume."""
-    check_report_packages()
+    import_extra("matplotlib", "The report needs")
 
     from torchace.lab.cli.progress import FitProgress
+    from torchace.lab.report import write_report
     from torchace.lab.report.setup import column_table
-    from torchace.lab.schema.results import TableSummary
     from torchace.lab.tables.fit import TableFit
     from torchace.lab.training.loop import Interrupted
 
-    settings, chosen = request.settings, request.hyperparameters.diversity
+    chosen = request.hyperparameters.diversity
     directory = _directory(out, "models", request.data)
     table, plan = request.load()
-    job = TableFit(
-        table=table,
-        plan=plan,
-        diversity=None if chosen == "auto" else float(chosen),
-        out=directory,
-        settings=settings.to_dict(),
-        seed=settings.seed,
-        device=request.device,
-        overwrite=overwrite,
-        baselines=baselines,
-    )
+    searched = None if chosen == "auto" else float(chosen)
+    job = TableFit(table, plan, searched, directory, request.device, overwrite, baselines)
     if job.is_finished():
         print_line(f"{directory} already holds this model.")
         job.remove_work()
-        show(directory)
-        _print_report_path(directory)
-        return
-    summary = TableSummary.model_validate(table.description)
-    if understood := column_table(summary, len(table.train)):
-        print_table(_rich_table(understood))
-        if len(summary.columns) > MOST_COLUMNS:
-            print_line(f"{len(summary.columns) - MOST_COLUMNS} more columns are in the report.")
-    for note in table.schema.notes:
-        print_line(note)
-    try:
-        with job.lock():
-            with stop_signal() as stop, FitProgress(console) as progress:
-                job.train(progress, stop)
-            from torchace.lab.report import write_report
-
-            with interruptible(RESUME.format(job.work)):
-                write_report(job.work)
+    else:
+        if understood := column_table(table.description, len(table.train)):
+            print_table(_rich_table(understood))
+            if len(table.description.columns) > MOST_COLUMNS:
+                print_line(f"{len(table.description.columns) - MOST_COLUMNS} more columns are in the report.")
+        for note in table.schema.notes:
+            print_line(note)
+        try:
+            with job.lock():
+                with stop_signal() as stop, FitProgress(console) as progress:
+                    job.train(progress, stop)
+                write_report(job.model)
                 job.publish()
-    except Interrupted:
-        raise exit_interrupted(RESUME.format(job.work)) from None
+        except (Interrupted, KeyboardInterrupt):
+            raise exit_interrupted(RESUME.format(job.work)) from None
     show(directory)
-    _print_report_path(directory)
+    print_line(f"Report: {directory / 'report' / 'index.html'}")
 
 
 @with_table_options
@@ -121,33 +106,43 @@ def tune(
 ) -> None:
     """Search λ, or λ with other hyperparameters, on validation rows. Repeat the command to resume."""
     from torchace.lab.cli.progress import FitProgress, TrialProgress
-    from torchace.lab.tables.search import TableSearch
     from torchace.lab.training.loop import Interrupted
+    from torchace.lab.tuning.search import SearchCache
 
     if trials is None and storage is not None:
         raise ValueError("--storage needs --trials: it is for a search of several hyperparameters.")
     directory = _directory(out, "runs", request.data, "tune-")
+    if directory.is_dir() and (names := os.listdir(directory)) and not {"search", "study.db", "tune.json"} & {*names}:
+        raise ValueError(f"{directory} already holds other files. Choose another --out.")
     table, plan = request.load()
-    search = TableSearch(table, plan, directory, request.settings.seed, request.device)
     for note in table.schema.notes:
         print_line(note)
+    place = (plan, request.device, request.settings.seed)
+    options: dict[str, Any] = {"num_seeds": seeds, "num_fresh": seeds, "rounds": rounds}
     try:
         if trials is None:
+            grid = table.grid_search(*place, cache=SearchCache(directory / "search"), **options)
             with stop_signal() as stop, FitProgress(console) as progress:
-                tuned = search.tune_diversity(num_seeds=seeds, rounds=rounds, callback=progress, stop=stop)
+                tuned = grid.run(progress, stop)
+            _write_json(directory / "tune.json", tuned.to_dict())
             print_table(_candidate_table(tuned.to_dict()))
             print_line(tuned.sentence)
         else:
-            options: dict[str, Any] = {"storage": storage, "study_name": study, "pruning": pruning}
+            from torchace.lab.tuning.optuna_search import OptunaSearch
+
+            where = storage or directory / "study.db"
+            search = OptunaSearch(
+                table.search_problem(*place), trials, storage=where, study_name=study, pruning=pruning
+            )
             with stop_signal() as stop, TrialProgress(console, trials) as bar:
-                result = search.run_study(trials, **options, callback=bar, stop=stop)
+                result = search.run(bar, stop)
+            _write_json(directory / "tune.json", result.to_dict())
             print_table(_trial_table(result.to_dict()))
             if result.best is None:
                 raise ValueError("No trial was completed; see the table for the reasons.")
             print_line(f"Train with the best hyperparameters: {_fit_command(result, request)}")
     except Interrupted:
-        place = directory if storage is None else "the storage"  # its URL may contain a password
-        raise exit_interrupted(RESUME.format(place)) from None
+        raise exit_interrupted(RESUME.format("the storage" if storage else directory)) from None  # no password
     print_line(f"Written to {directory / 'tune.json'}.")
 
 
@@ -157,9 +152,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON file for the scores.")] = None,
 ) -> None:
     """Score a model on rows whose target is known."""
-    from torchace._files import remove_abandoned, write_atomic
     from torchace.lab.data.tables import read_table
-    from torchace.lab.store import finite
     from torchace.lab.tables.model import TableModel
 
     loaded = TableModel.load(model)
@@ -174,14 +167,13 @@ def evaluate(
         scores = loaded.evaluate(frame).metrics
         print_table(_score_table({data.name: scores}))
     if share := loaded.training_share(frame):
+        part = "all" if share == 1 else f"about {max(share, 0.01):.0%}"
         print_line(
-            f"{data.name} contains {_percent(share)} of the rows that the model was trained on. These scores are too "
-            f"optimistic; for those of its test rows, use: torchace show {shlex.quote(str(model))}"
+            f"{data.name} contains {part} of the rows that the model was trained on. These scores are too optimistic; "
+            f"for those of its test rows, use: torchace show {shlex.quote(str(model))}"
         )
     if out is not None:
-        content = {"model": str(model), "data": str(data), "rows": len(frame), "scores": scores}
-        remove_abandoned(out)
-        write_atomic(out, (json.dumps(finite(content), indent=1) + "\n").encode())
+        _write_json(out, {"model": str(model), "data": str(data), "rows": len(frame), "scores": scores})
         print_line(f"Written to {out}.")
 
 
@@ -255,8 +247,12 @@ def show(model: Model) -> None:
             print_line(f"{headline.sentence} {headline.detail}")
 
 
-def _print_report_path(directory: Path) -> None:
-    print_line(f"Report: {directory / 'report' / 'index.html'}")
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    from torchace._files import remove_abandoned, write_atomic
+    from torchace.lab.store import finite
+
+    remove_abandoned(file)
+    write_atomic(file, (json.dumps(finite(content), indent=1) + "\n").encode())
 
 
 def _directory(out: Path | None, parent: str, data: Path, prefix: str = "") -> Path:
@@ -303,10 +299,6 @@ def _rich_table(table: ReportTable) -> Any:
     for row in table.sections[0].rows[:MOST_COLUMNS]:
         drawn.add_row(*(_plain(printable(cell.text)) for cell in row))
     return drawn
-
-
-def _percent(share: float) -> str:
-    return "all" if share == 1 else f"about {max(share, 0.01):.0%}"
 
 
 def _list_names(names: Iterable[str], limit: int = 20) -> str:
