@@ -20,7 +20,7 @@ try:
 
     from torchace.lab.data.folds import NUM_FOLDS
     from torchace.lab.estimator import Estimator
-    from torchace.lab.estimator.inputs import check_labels
+    from torchace.lab.estimator.inputs import check_labels, read_inputs_and_targets
     from torchace.lab.estimator.intervals import cv_plus_interval
     from torchace.lab.tables.model import LOG_PROBS, UNCERTAINTIES
 except ModuleNotFoundError as error:
@@ -111,18 +111,12 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
         The first call needs all `classes` (by default those of `y`), and its samples determine the scaling.
         """
-        first = self._is_first_call()
+        if self.class_weight == "balanced":
+            raise ValueError(
+                "Expected `class_weight` to be a dict or None for partial_fit: 'balanced' needs all samples."
+            )
         with self._replace_when_done() as new:
-            X, y = new._validate(X, y, reset=first)
-            if first:
-                new._learn_targets(y if classes is None else np.asarray(classes))
-            elif classes is not None and not np.array_equal(self.classes_, np.unique(np.asarray(classes))):
-                raise ValueError(f"Expected the `classes` of the first call, {self.classes_}, but got {classes!r}.")
-            if self.class_weight == "balanced":
-                raise ValueError(
-                    "Expected `class_weight` to be a dict or None for partial_fit: 'balanced' needs all samples."
-                )
-            new._partial_fit(X, y, sample_weight, first)
+            new._partial_fit(X, y, sample_weight, classes)
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
@@ -150,24 +144,19 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         measures = UNCERTAINTIES[self._task]
         return dict(zip(measures, self._predict(X, *measures.values()), strict=True))
 
-    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any) -> tuple[Any, NDArray[Any]]:
-        samples, labels = super()._validate(X, y, reset=reset, multi_output=True, **options)
+    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[Any, NDArray[Any]]:
+        samples, labels = read_inputs_and_targets(self, X, y, reset=reset, multi_output=True)
         labels = cast(Any, labels).toarray() if issparse(labels) else labels
         check_labels(labels)
-        if type_of_target(labels) == "multilabel-indicator":
-            return samples, labels
-        return samples, column_or_1d(labels, warn=True)
+        is_multilabel = type_of_target(labels) == "multilabel-indicator"
+        return samples, labels if is_multilabel else column_or_1d(labels, warn=True)
 
     def _learn_targets(self, y: NDArray[Any]) -> None:
         self._task = "classification" if y.ndim == 1 else "multilabel"
-        if y.ndim == 2:
-            self._num_outputs = y.shape[1]
-            self.classes_ = np.arange(self._num_outputs)
-            return
-        self.classes_ = np.unique(y)
-        if len(self.classes_) < 2:
-            raise ValueError(f"Expected at least two classes in `y`, but got one class: {self.classes_[0]!r}.")
+        self.classes_ = np.unique(y) if y.ndim == 1 else np.arange(y.shape[1])
         self._num_outputs = len(self.classes_)
+        if y.ndim == 1 and self._num_outputs < 2:
+            raise ValueError(f"Expected at least two classes in `y`, but got one class: {self.classes_[0]!r}.")
 
     def _encode_targets(self, y: NDArray[Any]) -> NDArray[Any]:
         if self._task == "multilabel":
@@ -215,12 +204,8 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Train one epoch on these samples; those of the first call determine the scaling."""
-        first = self._is_first_call()
         with self._replace_when_done() as new:
-            X, y = new._validate(X, y, reset=first)
-            if first:
-                new._learn_targets(y)
-            new._partial_fit(X, y, sample_weight, first)
+            new._partial_fit(X, y, sample_weight)
         return self
 
     def predict(
@@ -272,8 +257,8 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         """Return the members' standard deviation in the targets' units, as `spread`."""
         return {"spread": self._squeeze(self._predict(X, lambda predictions: predictions.std(0, correction=0))[0])}
 
-    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any) -> tuple[Any, NDArray[Any]]:
-        return super()._validate(X, y, reset=reset, y_numeric=True, multi_output=True, **options)
+    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[Any, NDArray[Any]]:
+        return read_inputs_and_targets(self, X, y, reset=reset, y_numeric=True, multi_output=True)
 
     def _learn_targets(self, y: NDArray[Any]) -> None:
         self._is_multi_output = y.ndim == 2

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from torchace._extras import import_extra
 from torchace.lab.cli.table_options import Device
 from torchace.lab.cli.terminal import (
     ERROR,
     INTERRUPTED,
     RESUME,
     SOME_FAILED,
+    check_report_packages,
     console,
     exit_interrupted,
     print_error,
@@ -49,7 +49,7 @@ def run(
     ] = None,
 ) -> None:
     """Train a sweep over λ and seeds and write a report. Repeat the command to resume."""
-    import_extra("matplotlib", "The report needs")
+    check_report_packages()
 
     from torchace.lab.sweeps.config import load_experiment
     from torchace.lab.sweeps.executor import process_group

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchace._extras import import_extra
 from torchace.lab.cli.table_options import Data, TableRequest, option_name, with_table_options
 from torchace.lab.cli.terminal import (
     RESUME,
+    check_report_packages,
     console,
     exit_interrupted,
     print_line,
@@ -50,7 +50,7 @@ def fit(
     baselines: Annotated[bool, typer.Option(help="Compare with simpler models and gradient boosting.")] = True,
 ) -> None:
     """Train an ensemble on a table; write the model and a report. Repeat the command to resume."""
-    import_extra("matplotlib", "The report needs")
+    check_report_packages()
 
     from torchace.lab.cli.progress import FitProgress
     from torchace.lab.report import write_report

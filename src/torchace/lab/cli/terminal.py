@@ -12,6 +12,8 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from torchace._extras import import_extra
+
 ERROR, USAGE, INTERRUPTED, SOME_FAILED = 1, 2, 3, 4
 
 console = Console()
@@ -43,6 +45,12 @@ def print_error(text: str) -> None:
 def print_table(table: Any) -> None:
     """Print a table; without a terminal, at least 100 characters wide."""
     (console if console.is_terminal else Console(width=max(console.width, 100))).print(table)
+
+
+def check_report_packages() -> None:
+    """Raise an error before training if a package for the report is missing."""
+    for name in ("jinja2", "matplotlib"):
+        import_extra(name, "The report needs")
 
 
 RESUME = "Interrupted. Everything so far is in {}; repeat the command to resume."

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from joblib import effective_n_jobs
 from numpy.typing import ArrayLike, NDArray
+from sklearn.metrics import log_loss
 from sklearn.utils import check_random_state
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.validation import _check_sample_weight, check_consistent_length, check_is_fitted
@@ -25,7 +26,7 @@ from torchace.lab.data import Split, hashed_key
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, assign_folds, hold_out, number_blocks
 from torchace.lab.data.table_schema import Target
 from torchace.lab.estimator.fitted import FittedEstimator, TrainingState, load_estimator, save_estimator
-from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_names
+from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, target_names
 from torchace.lab.estimator.intervals import residuals_by_fold
 from torchace.lab.estimator.search import search_diversity
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters, to_python
@@ -43,8 +44,7 @@ if TYPE_CHECKING:
 
 def _label_score(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
     """Negative binary cross entropy, the mean over samples and labels."""
-    probs, target = torch.from_numpy(estimator.predict_proba(X)), torch.as_tensor(np.asarray(y), dtype=torch.float64)
-    return -float(torch.nn.functional.binary_cross_entropy(probs, target))
+    return -log_loss(np.ravel(y), estimator.predict_proba(X).ravel())
 
 
 SCORING = {"classification": "neg_log_loss", "multilabel": _label_score, "regression": "neg_mean_squared_error"}
@@ -86,11 +86,7 @@ class Estimator(FittedEstimator):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def fit(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        sample_weight: ArrayLike | None = None,
-        groups: ArrayLike | None = None,
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None
     ) -> Self:
         """Train the members.
 
@@ -166,30 +162,32 @@ class Estimator(FittedEstimator):
             options |= {"folds": assign_folds(blocks, samples.y, seed=seed, weight=samples.weight), "refit": None}
         return {**options, "samples": samples}
 
-    def _is_first_call(self) -> bool:
-        """Whether `partial_fit` starts a new model; raise an error for a loaded estimator."""
-        if hasattr(self, "ensemble_") and not hasattr(self, "_state"):
-            raise ValueError("A loaded model cannot be trained further; call fit to train it from the start.")
-        return not hasattr(self, "_state")
-
     def _partial_fit(
-        self, table: NDArray[Any] | DataFrame, y: NDArray[Any], sample_weight: ArrayLike | None, first: bool
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None, classes: ArrayLike | None = None
     ) -> None:
         """Train one epoch; the samples of the first call determine the encoding."""
-        if first and self.diversity == "auto":
-            raise ValueError(
-                "Expected `diversity` to be a number for partial_fit, but got 'auto', which needs all samples at once. "
-                "Use fit, or give a number."
-            )
+        first = not hasattr(self, "_state")
+        if first and hasattr(self, "ensemble_"):
+            raise ValueError("A loaded model cannot be trained further; call fit to train it from the start.")
+        table, y = self._validate(X, y, reset=first)
+        if first:
+            self._learn_targets(y if classes is None else np.asarray(classes))
+        elif classes is not None and not np.array_equal(self.classes_, np.unique(np.asarray(classes))):
+            raise ValueError(f"Expected the `classes` of the first call, {self.classes_}, but got {classes!r}.")
         weight = self._sample_weight(table, y, sample_weight)
         if first:
+            if self.diversity == "auto":
+                raise ValueError(
+                    "Expected `diversity` to be a number for partial_fit, but got 'auto', which needs all samples at "
+                    "once. Use fit, or give a number."
+                )
             plan = replace(self._plan(), precision=_precision(table))
             self._state = TrainingState(self._draw_seed(), plan)
             self.tuning_, self.history_, self.diversity_ = None, [], float(self.diversity)
             self.oof_predictions_, self._residuals = None, None
             self._learn_scales(table, y, weight)
-            size = self._encoding.num_features, self._num_outputs
-            self._network = new_run_group(plan, *size, [self._state.seed], [self.diversity_])
+            shape = (self._encoding.num_features, self._num_outputs)
+            self._network = new_run_group(plan, *shape, [self._state.seed], [self.diversity_])
         plan = replace(self._state.plan, epochs=1, schedule="constant", patience=None)
         samples, _ = self._samples(table, y, weight, plan)
         state = self._state.add(samples)
@@ -241,10 +239,9 @@ class Estimator(FittedEstimator):
         check_choice(self.early_stopping, "early_stopping", STOPPING)
         return replace(plan, network=self.network, patience=plan.patience if self.early_stopping else None)
 
-    def _validate(
-        self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
-    ) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
-        return read_inputs_and_targets(self, X, y, reset=reset, **options)
+    @abstractmethod
+    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
+        """Check samples and targets."""
 
     @abstractmethod
     def _learn_targets(self, y: NDArray[Any]) -> None:
@@ -390,13 +387,10 @@ class Estimator(FittedEstimator):
 
 
 def _history(fitted: FittedEnsemble) -> list[dict[str, Any]]:
-    entries = fitted.trained.fitted.history
-    return [_history_entry(entry["epoch"], entry["score"], entry["held_out"]) for entry in entries]
+    return [_history_entry(e["epoch"], e["score"], e["held_out"]) for e in fitted.trained.fitted.history]
 
 
-def _history_entry(
-    epoch: int, score: Sequence[float | None], held_out: Sequence[float | None] | None
-) -> dict[str, Any]:
+def _history_entry(epoch: int, score: Sequence[Any], held_out: Sequence[Any] | None) -> dict[str, Any]:
     return {"epoch": epoch, "train": score[0], "validation": None if held_out is None else held_out[0]}
 
 

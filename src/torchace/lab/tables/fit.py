@@ -23,7 +23,6 @@ from torchace._files import PARTIAL, fsync_directory, json_digest
 from torchace.lab.data import Split
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, assign_folds, number_blocks
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
-from torchace.lab.schema.values import ModelComparison
 from torchace.lab.store import RunStore, RunStoreError, describe_differences, finite, read_record, write_record
 from torchace.lab.sweeps.config import hardware, versions
 from torchace.lab.tables.baselines import compare_with_baselines
@@ -205,9 +204,9 @@ class TableFit:
         if comparison is not None:  # equal fits have equal manifests: no seconds
             record["comparison"] = comparison.model_dump(mode="json", exclude={"models": {"__all__": {"seconds"}}})
         TableModel(fitted.ensemble, table.encoding, diversity, finite(record)).save(self.model)
-        seconds = time.monotonic() - start
-        store.write_experiment(self._experiment(run, fitted, search, comparison, seconds))
-        store.write_result(self._result(run, fitted, scores), arrays)  # marks the run as finished
+        result, seconds = self._result(run, fitted, scores), time.monotonic() - start
+        store.write_experiment(self._experiment(result, search=search, comparison=comparison, seconds=seconds))
+        store.write_result(result, arrays)  # marks the run as finished
 
     def _fit(self, diversity: float, **options: Any) -> FittedEnsemble:
         """Train, and stop on folds of the training and validation rows, or on the validation rows.
@@ -268,10 +267,8 @@ class TableFit:
     def _result(self, run: RunKey, fitted: FittedEnsemble, scores: dict[str, Any]) -> RunResult:
         history, metric = fitted.trained.fitted.history, f"train_{TASKS[self.table.task].score_name}"
         content = {
+            **asdict(run),
             "run": run.id,
-            "arm": run.arm,
-            "diversity": run.diversity,
-            "seed": run.seed,
             "num_members": self.plan.num_members,
             "batches": self.plan.batches,
             "status": "finished",
@@ -286,41 +283,28 @@ class TableFit:
         }
         return RunResult.model_validate(content)
 
-    def _experiment(
-        self,
-        run: RunKey,
-        fitted: FittedEnsemble,
-        search: dict[str, Any] | None,
-        comparison: ModelComparison | None,
-        seconds: float,
-    ) -> ExperimentResult:
-        table, plan, target = self.table, self.plan, self.table.schema.target
-        widths = [table.train.x.shape[1], *plan.hidden, table.num_outputs]
+    def _experiment(self, result: RunResult, **content: Any) -> ExperimentResult:
+        table, target = self.table, self.table.schema.target
+        widths = [table.train.x.shape[1], *self.plan.hidden, table.num_outputs]
         arm = {
-            "name": run.arm,
+            "name": result.arm,
             "label": "the model",
             "role": "model",
-            "num_members": plan.num_members,
-            "batches": plan.batches,
             "network": "MLP " + "-".join(map(str, widths)),
-            "parameters": sum(p.numel() for p in fitted.ensemble.parameters()),
-            "diversities": [run.diversity],
         }
+        arm |= {name: getattr(result, name) for name in ("num_members", "batches", "parameters")}
         data = {"name": table.name, "classes": target.class_names, "schema": table.description}
-        content = {
+        content |= {
             "name": self.out.name,
             "title": f"{target.name}, from {table.name}",
-            "description": f"{plan.num_members} networks trained jointly to predict {target.name}.",
+            "description": f"{self.plan.num_members} networks trained jointly to predict {target.name}.",
             "task": table.task,
             "data": {**data, **{name: len(rows) for name, rows in table.rows.items()}},
-            "arms": [arm],
-            "seeds": [run.seed],
-            "search": search,
-            "comparison": comparison,
+            "arms": [{**arm, "diversities": [result.diversity]}],
+            "seeds": [result.seed],
             "hardware": hardware(self.device),
             "versions": versions(),
             "config": self.request(),
             "started": read_record(self.work / "fit.json")["started"],
-            "seconds": seconds,
         }
         return ExperimentResult.model_validate(content)
