@@ -8,7 +8,6 @@ from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from torchace._extras import missing_extra
 
@@ -22,7 +21,7 @@ try:
     from torchace.lab.estimator import Estimator
     from torchace.lab.estimator.inputs import check_labels, read_inputs_and_targets
     from torchace.lab.estimator.intervals import cv_plus_interval
-    from torchace.lab.tables.model import LOG_PROBS, UNCERTAINTIES
+    from torchace.lab.tables.model import UNCERTAINTIES, log_probs
 except ModuleNotFoundError as error:
     raise missing_extra("The estimators need scikit-learn") from error
 
@@ -121,17 +120,17 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """Return the probabilities of `classes_`, or of each of several labels, `(N, C)`."""
-        return self._predict(X, lambda logits: LOG_PROBS[self._task](logits).exp_())[0]
+        return self._predict(X, lambda logits: log_probs(self._task, logits).exp_())[0]
 
     def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """Return the logarithm of the ensemble's probabilities, `(N, C)`."""
-        return self._predict(X, LOG_PROBS[self._task])[0]
+        return self._predict(X, partial(log_probs, self._task))[0]
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Return the most probable labels, `(N,)`; for several labels per sample, 0 or 1 for each, `(N, L)`."""
         if self._task == "multilabel":
             return (self.predict_proba(X) > 0.5).astype(np.int64)
-        (codes,) = self._predict(X, lambda logits: LOG_PROBS[self._task](logits).argmax(1))
+        (codes,) = self._predict(X, lambda logits: log_probs(self._task, logits).argmax(1))
         return cast(NDArray[Any], self.classes_[codes])
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
@@ -249,7 +248,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
                 "early_stopping='folds'."
             )
         groups = [range(fold, self.ensemble_.num_members, NUM_FOLDS) for fold in range(len(self._residuals))]
-        functions = [partial(_member_mean, list(group)) for group in groups if group]
+        functions = [partial(lambda group, p: p[list(group)].mean(0), group) for group in groups if group]
         limits = cv_plus_interval(self._predict(X, *functions), self._residuals[: len(functions)], coverage)
         return limits if self._is_multi_output else limits[:, 0]
 
@@ -268,7 +267,3 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         if (y.ndim == 2) != self._is_multi_output or y.size != len(y) * self._num_outputs:
             raise ValueError(f"Expected `y` as in the first call, with {self._num_outputs} targets, but got {y.shape}.")
         return y.astype(np.float64).reshape(len(y), self._num_outputs)
-
-
-def _member_mean(members: list[int], predictions: Tensor) -> Tensor:
-    return predictions[members].mean(0)

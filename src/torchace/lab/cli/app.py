@@ -19,6 +19,7 @@ try:
     import typer
 
     from torchace.lab.cli import sweep_commands, table_commands
+    from torchace.lab.cli.table_options import option
     from torchace.lab.cli.terminal import ERROR, INTERRUPTED, USAGE, print_error, print_line
 except ModuleNotFoundError as error:
     sys.exit(str(missing_extra(f"The command line needs {package_name(error.name)}")))
@@ -59,9 +60,7 @@ def diagnose(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="An .npz or .safetensors file with logits (K, N, C) and target (N,).")
     ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Directory for the findings and figures.")
-    ] = None,
+    out: Annotated[Path | None, option("DIRECTORY", "Directory for the findings and figures.")] = None,
 ) -> None:
     """Diagnose an ensemble's diversity from its members' logits."""
     from torchace.diagnosis import diagnose_file

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from torchace.lab.cli.table_options import Device
+from torchace.lab.cli.table_options import Device, option
 from torchace.lab.cli.terminal import (
     ERROR,
     INTERRUPTED,
@@ -29,23 +29,16 @@ def run(
     ] = "digits",
     set_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Override a setting, such as train.epochs=5; repeatable."
-        ),
+        option("SECTION.KEY=VALUE", "Override a setting, such as train.epochs=5; repeatable.", "--set"),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of seeds: 0, 1, 2, ...")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="Run directory. By default runs/NAME.")] = None,
+    seeds: Annotated[int | None, option("N", "Number of seeds: 0, 1, 2, ...", min=1)] = None,
+    out: Annotated[Path | None, option("DIRECTORY", "Run directory. By default runs/NAME.")] = None,
     device: Device = "auto",
-    resume: Annotated[bool, typer.Option(help="Resume, or refuse a directory that already holds runs.")] = True,
-    ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Train on Ray: auto, local, HOST:PORT or ray://HOST:PORT.")
-    ] = None,
-    parallel: Annotated[
-        str | None, typer.Option(metavar="HOW", help="With torchrun: data, members, or MxD to split both.")
-    ] = None,
+    resume: Annotated[bool, option(None, "Resume, or refuse a directory that already holds runs.")] = True,
+    ray: Annotated[str | None, option("ADDRESS", "Train on Ray: auto, local, HOST:PORT or ray://HOST:PORT.")] = None,
+    parallel: Annotated[str | None, option("HOW", "With torchrun: data, members, or MxD to split both.")] = None,
     tracker: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Also write metrics to csv, tensorboard, mlflow or wandb; repeatable."),
+        list[str] | None, option("NAME", "Also write metrics to csv, tensorboard, mlflow or wandb; repeatable.")
     ] = None,
 ) -> None:
     """Train a sweep over λ and seeds and write a report. Repeat the command to resume."""

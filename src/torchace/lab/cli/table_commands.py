@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchace.lab.cli.table_options import Data, TableRequest, option_name, with_table_options
+from torchace.lab.cli.table_options import Data, TableRequest, option, option_name, with_table_options
 from torchace.lab.cli.terminal import (
     RESUME,
     check_report_packages,
@@ -40,14 +40,10 @@ Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory of
 @with_table_options
 def fit(
     request: TableRequest,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Model directory. By default models/NAME.")
-    ] = None,
-    diversity: Annotated[
-        str, typer.Option(metavar="λ", help="λ in [0, 1], or auto: choose it on validation rows.")
-    ] = "0",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in the directory.")] = False,
-    baselines: Annotated[bool, typer.Option(help="Compare with simpler models and gradient boosting.")] = True,
+    out: Annotated[Path | None, option("DIRECTORY", "Model directory. By default models/NAME.")] = None,
+    diversity: Annotated[str, option("λ", "λ in [0, 1], or auto: choose it on validation rows.")] = "0",
+    overwrite: Annotated[bool, option(None, "Replace the model in the directory.", "--overwrite")] = False,
+    baselines: Annotated[bool, option(None, "Compare with simpler models and gradient boosting.")] = True,
 ) -> None:
     """Train an ensemble on a table; write the model and a report. Repeat the command to resume."""
     check_report_packages()
@@ -88,21 +84,17 @@ def fit(
 @with_table_options
 def tune(
     request: TableRequest,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Directory of the search. By default runs/tune-NAME.")
-    ] = None,
+    out: Annotated[Path | None, option("DIRECTORY", "Directory of the search. By default runs/tune-NAME.")] = None,
     trials: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Number of trials; searches width, depth, K and more besides λ."),
+        int | None, option("N", "Number of trials; searches width, depth, K and more besides λ.", min=1)
     ] = None,
     storage: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Optuna storage, to search on several machines. By default a file in --out."),
+        str | None, option("URL", "Optuna storage, to search on several machines. By default a file in --out.")
     ] = None,
-    study: Annotated[str, typer.Option(metavar="NAME", help="Name of the study in the storage.")] = "torchace",
-    pruning: Annotated[bool, typer.Option(help="Stop trials that are worse than the median.")] = True,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of trainings per candidate.")] = 5,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds of candidates for λ.")] = 2,
+    study: Annotated[str, option("NAME", "Name of the study in the storage.")] = "torchace",
+    pruning: Annotated[bool, option(None, "Stop trials that are worse than the median.")] = True,
+    seeds: Annotated[int, option("N", "Number of trainings per candidate.", min=1)] = 5,
+    rounds: Annotated[int, option("N", "Rounds of candidates for λ.", min=1)] = 2,
 ) -> None:
     """Search λ, or λ with other hyperparameters, on validation rows. Repeat the command to resume."""
     from torchace.lab.cli.progress import FitProgress, TrialProgress
@@ -149,7 +141,7 @@ def tune(
 def evaluate(
     model: Model,
     data: Data,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON file for the scores.")] = None,
+    out: Annotated[Path | None, option("FILE", "JSON file for the scores.")] = None,
 ) -> None:
     """Score a model on rows whose target is known."""
     from torchace.lab.data.tables import read_table
@@ -180,12 +172,10 @@ def evaluate(
 def predict(
     model: Model,
     data: Data,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file, .csv or .parquet.")],
-    keep: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMN", help="Column to copy to the output; repeatable.")
-    ] = None,
+    out: Annotated[Path, option("FILE", "Output file, .csv or .parquet.")],
+    keep: Annotated[list[str] | None, option("COLUMN", "Column to copy to the output; repeatable.")] = None,
     escape_formulas: Annotated[
-        bool, typer.Option("--escape-formulas", help="Put ' before text that a spreadsheet would evaluate (.csv).")
+        bool, option(None, "Put ' before text that a spreadsheet would evaluate (.csv).", "--escape-formulas")
     ] = False,
 ) -> None:
     """Predict every row of a file, with probabilities and uncertainty."""
@@ -206,7 +196,7 @@ def predict(
     print_line(f"{rows} predictions written to {out}.")
 
 
-def export(model: Model, onnx: Annotated[Path, typer.Option(metavar="FILE", help="Output file.")]) -> None:
+def export(model: Model, onnx: Annotated[Path, option("FILE", "Output file.")]) -> None:
     """Export a model to ONNX, and compare its outputs with torch's."""
     from torchace.lab.tables.export import export_onnx
     from torchace.lab.tables.model import TableModel
@@ -280,15 +270,15 @@ def _table(*columns: str) -> Any:
 
     table = Table(box=None, pad_edge=False)
     for i, name in enumerate(columns):
-        table.add_column(_plain(printable(name)), justify="left" if i == 0 else "right")
+        table.add_column(_plain(name), justify="left" if i == 0 else "right")
     return table
 
 
 def _plain(text: str) -> Any:
-    """Return text without markup."""
+    """Return text without markup and control characters."""
     from rich.text import Text
 
-    return Text(text, overflow="fold")
+    return Text(printable(text), overflow="fold")
 
 
 def _rich_table(table: ReportTable) -> Any:
@@ -297,7 +287,7 @@ def _rich_table(table: ReportTable) -> Any:
     for column, kind in zip(drawn.columns, table.kinds, strict=True):
         column.justify = "left" if kind == "text" else "right"
     for row in table.sections[0].rows[:MOST_COLUMNS]:
-        drawn.add_row(*(_plain(printable(cell.text)) for cell in row))
+        drawn.add_row(*(_plain(cell.text) for cell in row))
     return drawn
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torchace.lab.training.members import MemberPlan
 
 
-def _option(metavar: str | None, text: str, *names: str, **limits: Any) -> Any:
-    """Declare an option; without names, it has that of its parameter."""
+def option(metavar: str | None, text: str, *names: str, **limits: Any) -> Any:
+    """Declare an option; without names, it has the name of its parameter."""
     return typer.Option(*names, metavar=metavar, help=text, **limits)
 
 
@@ -33,7 +33,7 @@ def _hyperparameter_option(name: str) -> tuple[Any, Any]:
     if default is None:
         choices = list(get_args(get_args(field.annotation)[0]))
     metavar = "|".join(choices) or {int: "N", float: "NUMBER"}.get(kind, name.upper())
-    return Annotated[kind | None if default is None else kind, _option(metavar, field.description or "")], default
+    return Annotated[kind | None if default is None else kind, option(metavar, field.description or "")], default
 
 
 Columns = list[str] | None
@@ -62,27 +62,25 @@ class TableRequest:
 
 def _table_options(
     data: Data,
-    target: Annotated[list[str], _option("COLUMN", "Column to predict; repeatable for regression.")],
-    task: Annotated[str | None, _option("TASK", "classification or regression. Inferred by default.")] = None,
-    drop: Annotated[Columns, _option("COLUMN", "Column to leave out; repeatable.")] = None,
-    number: Annotated[Columns, _option("COLUMN", "Column to read as numbers; repeatable.")] = None,
-    category: Annotated[Columns, _option("COLUMN", "Column to read as categories; repeatable.")] = None,
-    date: Annotated[Columns, _option("COLUMN", "Column to read as dates; repeatable.")] = None,
+    target: Annotated[list[str], option("COLUMN", "Column to predict; repeatable for regression.")],
+    task: Annotated[str | None, option("TASK", "classification or regression. Inferred by default.")] = None,
+    drop: Annotated[Columns, option("COLUMN", "Column to leave out; repeatable.")] = None,
+    number: Annotated[Columns, option("COLUMN", "Column to read as numbers; repeatable.")] = None,
+    category: Annotated[Columns, option("COLUMN", "Column to read as categories; repeatable.")] = None,
+    date: Annotated[Columns, option("COLUMN", "Column to read as dates; repeatable.")] = None,
     split_column: Annotated[
-        str | None, _option("COLUMN", "Column that says train, validation or test for each row.")
+        str | None, option("COLUMN", "Column that says train, validation or test for each row.")
     ] = None,
     validation: Annotated[
         float,
-        _option("SHARE", "Share of rows for choosing λ and early stopping.", "--validation", "--validation-fraction"),
+        option("SHARE", "Share of rows for choosing λ and early stopping.", "--validation", "--validation-fraction"),
     ] = Hyperparameters().validation_fraction,
-    test: Annotated[float, _option("SHARE", "Share of rows for the final scores.")] = 0.2,
-    class_weight: Annotated[Columns, _option("WEIGHT", "balanced, or CLASS=NUMBER; repeatable.")] = None,
-    skip_missing_target: Annotated[bool, _option(None, "Skip rows without a target.", "--skip-missing-target")] = False,
-    early_stopping: Annotated[
-        bool, _option(None, "Stop on rows left out of the training, or train all epochs.")
-    ] = True,
+    test: Annotated[float, option("SHARE", "Share of rows for the final scores.")] = 0.2,
+    class_weight: Annotated[Columns, option("WEIGHT", "balanced, or CLASS=NUMBER; repeatable.")] = None,
+    skip_missing_target: Annotated[bool, option(None, "Skip rows without a target.", "--skip-missing-target")] = False,
+    early_stopping: Annotated[bool, option(None, "Stop on rows left out of the training, or train all epochs.")] = True,
     seed: Annotated[
-        int, _option("N", "Random seed of the split and the training.", "--seed", "--random-state", min=0, max=10**15)
+        int, option("N", "Random seed of the split and the training.", "--seed", "--random-state", min=0, max=10**15)
     ] = 0,
     **hyperparameters: Any,
 ) -> TableRequest:

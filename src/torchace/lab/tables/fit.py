@@ -286,12 +286,8 @@ class TableFit:
     def _experiment(self, result: RunResult, **content: Any) -> ExperimentResult:
         table, target = self.table, self.table.schema.target
         widths = [table.train.x.shape[1], *self.plan.hidden, table.num_outputs]
-        arm = {
-            "name": result.arm,
-            "label": "the model",
-            "role": "model",
-            "network": "MLP " + "-".join(map(str, widths)),
-        }
+        network = "MLP " + "-".join(map(str, widths))
+        arm = {"name": result.arm, "label": "the model", "role": "model", "network": network}
         arm |= {name: getattr(result, name) for name in ("num_members", "batches", "parameters")}
         data = {"name": table.name, "classes": target.class_names, "schema": table.description}
         content |= {

@@ -43,16 +43,10 @@ def _by_label(measure: Output, logits: Tensor) -> Tensor:
     return measure(pairs).view(logits.shape[1:])
 
 
-def _log_probs(link: str, logits: Tensor) -> Tensor:
+def log_probs(task: str, logits: Tensor) -> Tensor:
+    """Log probabilities of classes, or of labels, `(n, C)`."""
+    link = "softmax" if task == "classification" else "sigmoid"
     return ensemble_log_probs(logits, link=link).clamp_(max=0)  # rounding may leave 1 + 4e-16
-
-
-def _probs(task: str, logits: Tensor) -> Tensor:
-    return LOG_PROBS[task](logits).exp_()
-
-
-def _first_target(function: Output, predictions: Tensor) -> Tensor:
-    return function(predictions)[:, 0]
 
 
 _UNCERTAINTIES: dict[str, Output] = {
@@ -65,10 +59,6 @@ UNCERTAINTIES: dict[str, dict[str, Output]] = {
     "classification": _UNCERTAINTIES,
     "multilabel": {name: partial(_by_label, measure) for name, measure in _UNCERTAINTIES.items()},
     "regression": {"spread": lambda predictions: predictions.std(0, correction=0)},
-}
-LOG_PROBS: dict[str, Output] = {
-    "classification": partial(_log_probs, "softmax"),
-    "multilabel": partial(_log_probs, "sigmoid"),
 }
 NUM_HASHES = 1000  # of training rows, kept with the model
 
@@ -124,11 +114,11 @@ class TableModel:
         target = self.encoding.schema.target
         if self.is_classifier:
             uncertainties = UNCERTAINTIES[target.task] if target.task == "classification" else {}
-            return {"probabilities": partial(_probs, target.task), **uncertainties}
+            return {"probabilities": lambda logits: log_probs(target.task, logits).exp_(), **uncertainties}
         outputs: dict[str, Output] = {"prediction": partial(torch.mean, dim=0), **UNCERTAINTIES[target.task]}
         if target.num_outputs > 1:
             return outputs
-        return {name: partial(_first_target, function) for name, function in outputs.items()}
+        return {name: partial(lambda function, p: function(p)[:, 0], output) for name, output in outputs.items()}
 
     def logits(self, frame: DataFrame) -> Tensor:
         """Return the members' logits `(K, N, C)`, or predictions `(K, N, M)`."""
