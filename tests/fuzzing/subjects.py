@@ -293,7 +293,6 @@ SUBJECTS: dict[str, Subject] = {
         (ModelFileError, DataError),
         is_text=True,
         has_checksum=True,
-        forge=_forge_manifest,
     ),
     "checkpoint": Subject(
         _write_checkpoint,

@@ -24,6 +24,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(str(missing_extra(f"The command line needs {package_name(error.name)}")))
 
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, which typer may vendor
+
 TOUR = """Ensembles of networks, trained jointly; the diversity λ sets how much members may differ.
 
 \b
@@ -120,18 +122,13 @@ def main() -> None:
         if message is None:
             raise
         print_error(f"Error: {' '.join(message.split())}")
-        sys.exit(USAGE if _is_usage_error(error) else ERROR)
-
-
-def _is_usage_error(error: Exception) -> bool:
-    usage: Any = typer.BadParameter.__mro__[1]  # click's UsageError, which typer may vendor
-    return isinstance(error, usage)
+        sys.exit(USAGE if isinstance(error, USAGE_ERROR) else ERROR)
 
 
 def _describe_error(error: Exception) -> str | None:
     """Return the message of an expected error; None for a bug."""
-    if _is_usage_error(error):
-        return str(error.format_message())  # type: ignore[attr-defined]
+    if isinstance(error, USAGE_ERROR):
+        return str(error.format_message())
     if isinstance(error, ModuleNotFoundError) and error.name == "fcntl":
         return "Run directories are locked with fcntl, which this system does not have. Use Linux or macOS."
     if isinstance(error, ModuleNotFoundError) and error.name is not None:

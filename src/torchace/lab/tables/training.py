@@ -37,9 +37,9 @@ class FittedEnsemble:
 def fit_ensemble(
     plan: MemberPlan,
     samples: Split,
-    num_outputs: int,  # C or M
+    num_outputs: int,
     encoding: Encoding,
-    scaler: Scaler | None,  # of a regression's targets
+    scaler: Scaler | None,
     *,
     diversity: float,
     seed: int,
