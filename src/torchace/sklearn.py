@@ -2,90 +2,34 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from torchace._extras import missing_extra
-from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
-from torchace.saving import ModelFileError
 
 try:
     from scipy.sparse import issparse  # type: ignore[import-untyped]
     from sklearn.base import ClassifierMixin, RegressorMixin
-    from sklearn.utils.class_weight import compute_class_weight
     from sklearn.utils.multiclass import type_of_target
     from sklearn.utils.validation import check_is_fitted, column_or_1d
 
     from torchace.lab.data.folds import NUM_FOLDS
     from torchace.lab.estimator import Estimator
-    from torchace.lab.estimator.inputs import check_labels
-    from torchace.lab.estimator.intervals import cv_plus_interval, residuals_by_fold
+    from torchace.lab.estimator.inputs import check_labels, read_inputs_and_targets
+    from torchace.lab.estimator.intervals import cv_plus_interval
+    from torchace.lab.tables.model import UNCERTAINTIES, log_probs
 except ModuleNotFoundError as error:
     raise missing_extra("The estimators need scikit-learn") from error
 
 __all__ = ["ACEClassifier", "NCLRegressor"]
 
 
-class _TableMethods:
-    """Methods common to both estimators."""
-
-    _scoring: ClassVar[str]
-
-    def feature_importances(
-        self, X: ArrayLike, y: ArrayLike, *, n_repeats: int = 5, random_state: Any = None
-    ) -> dict[str, float]:
-        """Return the mean increase of the loss if a column of `X` is permuted, largest first.
-
-        The loss is the cross entropy or the mean squared error. Use samples that took no part in training.
-
-        Args:
-            X: Samples `(N, D)`.
-            y: Targets of these samples.
-            n_repeats: Permutations of each column.
-            random_state: An int for reproducible results.
-        """
-        from sklearn.inspection import permutation_importance
-
-        scoring = _label_score if cast(Estimator, self)._task == "multilabel" else self._scoring
-        options = {"scoring": scoring, "n_repeats": n_repeats, "random_state": random_state}
-        means = permutation_importance(self, X, y, **options).importances_mean
-        names = [str(name) for name in getattr(self, "feature_names_in_", [f"x{i}" for i in range(len(means))])]
-        return {names[i]: float(means[i]) for i in np.argsort(-means, kind="stable")}
-
-    def export_onnx(self, path: str | os.PathLike[str]) -> float:
-        """Export the ensemble as an ONNX graph, and return the largest difference between its outputs and torch's.
-
-        The input `raw` is `(N, F)` of float64: numbers, seconds and parts of dates, and category codes. The metadata
-        name the columns and codes.
-
-        Example:
-            >>> import tempfile
-            >>> from sklearn.datasets import load_iris
-            >>> X, y = load_iris(return_X_y=True)
-            >>> classifier = ACEClassifier(num_members=2, epochs=2, random_state=0).fit(X, y)
-            >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +SKIP
-            ...     classifier.export_onnx(f"{folder}/iris.onnx") < 1e-6
-            True
-        """
-        from torchace.lab.tables.export import export_onnx
-        from torchace.lab.tables.model import TableModel
-
-        check_is_fitted(self)
-        fitted = cast(Estimator, self)
-        return export_onnx(TableModel(fitted.ensemble_, fitted._encoding, fitted.diversity_, {}), Path(path))
-
-
 @dataclass(eq=False, repr=False)
-class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[misc]
+class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     """An ensemble of fully connected networks trained jointly with Amended Cross Entropy.
 
     Inputs are encoded inside, also those of a DataFrame with categories, dates and missing values. Data that fit in one
@@ -146,7 +90,7 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
         (True, ['disagreement', 'entropy', 'mutual_information'])
     """
 
-    _task, _scoring = "classification", "neg_log_loss"
+    _task = "classification"
 
     class_weight: Any = field(default=None, kw_only=True)
 
@@ -166,33 +110,27 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
 
         The first call needs all `classes` (by default those of `y`), and its samples determine the scaling.
         """
-        first = self._is_first_call()
+        if self.class_weight == "balanced":
+            raise ValueError(
+                "Expected `class_weight` to be a dict or None for partial_fit: 'balanced' needs all samples."
+            )
         with self._replace_when_done() as new:
-            X, y = new._validate(X, y, reset=first)
-            if first:
-                new._learn_targets(y if classes is None else np.asarray(classes))
-            elif classes is not None and not np.array_equal(self.classes_, np.unique(np.asarray(classes))):
-                raise ValueError(f"Expected the `classes` of the first call, {self.classes_}, but got {classes!r}.")
-            if self.class_weight == "balanced":
-                raise ValueError(
-                    "Expected `class_weight` to be a dict or None for partial_fit: 'balanced' needs all samples."
-                )
-            new._partial_fit(X, y, sample_weight, first)
+            new._partial_fit(X, y, sample_weight, classes)
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """Return the probabilities of `classes_`, or of each of several labels, `(N, C)`."""
-        return self._predict(X, lambda logits: self._log_probs(logits).exp_())[0]
+        return self._predict(X, lambda logits: log_probs(self._task, logits).exp_())[0]
 
     def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """Return the logarithm of the ensemble's probabilities, `(N, C)`."""
-        return self._predict(X, self._log_probs)[0]
+        return self._predict(X, partial(log_probs, self._task))[0]
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Return the most probable labels, `(N,)`; for several labels per sample, 0 or 1 for each, `(N, L)`."""
         if self._task == "multilabel":
             return (self.predict_proba(X) > 0.5).astype(np.int64)
-        (codes,) = self._predict(X, lambda logits: self._log_probs(logits).argmax(1))
+        (codes,) = self._predict(X, lambda logits: log_probs(self._task, logits).argmax(1))
         return cast(NDArray[Any], self.classes_[codes])
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
@@ -202,46 +140,22 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
             `entropy` (total uncertainty), `mutual_information` (epistemic uncertainty: members that differ) and
             `disagreement` (share of pairs of members with different labels).
         """
-        names = ("entropy", "mutual_information", "disagreement")
-        measures = [partial(m, reduction="none") for m in (predictive_entropy, mutual_information, disagreement)]
-        if self._task == "multilabel":
-            measures = [partial(_by_label, measure) for measure in measures]
-        return dict(zip(names, self._predict(X, *measures), strict=True))
+        measures = UNCERTAINTIES[self._task]
+        return dict(zip(measures, self._predict(X, *measures.values()), strict=True))
 
-    def _log_probs(self, logits: Tensor) -> Tensor:
-        link = "sigmoid" if self._task == "multilabel" else "softmax"
-        return ensemble_log_probs(logits, link=link).clamp_(max=0)  # rounding may give 1 + 4e-16
-
-    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any) -> tuple[Any, NDArray[Any]]:
-        samples, labels = super()._validate(X, y, reset=reset, multi_output=True, **options)
+    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[Any, NDArray[Any]]:
+        samples, labels = read_inputs_and_targets(self, X, y, reset=reset, multi_output=True)
         labels = cast(Any, labels).toarray() if issparse(labels) else labels
         check_labels(labels)
-        if type_of_target(labels) == "multilabel-indicator":
-            return samples, labels
-        return samples, column_or_1d(labels, warn=True)
-
-    def _sample_weight(self, table: Any, y: NDArray[Any], sample_weight: ArrayLike | None) -> NDArray[Any] | None:
-        weight = super()._sample_weight(table, y, sample_weight)
-        if self.class_weight is None:
-            return weight
-        if self._task == "multilabel":
-            raise ValueError("Expected `class_weight=None` with several labels per sample. Use `sample_weight`.")
-        seen = np.unique(y)  # partial_fit may see some classes only
-        options = {} if weight is None or self.class_weight != "balanced" else {"sample_weight": weight}
-        by_class = dict(zip(seen, compute_class_weight(self.class_weight, classes=seen, y=y, **options), strict=True))
-        scale = np.array([by_class[label] for label in y], dtype=np.float64)
-        return scale if weight is None else scale * weight
+        is_multilabel = type_of_target(labels) == "multilabel-indicator"
+        return samples, labels if is_multilabel else column_or_1d(labels, warn=True)
 
     def _learn_targets(self, y: NDArray[Any]) -> None:
         self._task = "classification" if y.ndim == 1 else "multilabel"
-        if y.ndim == 2:
-            self._num_outputs = y.shape[1]
-            self.classes_ = np.arange(self._num_outputs)
-            return
-        self.classes_ = np.unique(y)
-        if len(self.classes_) < 2:
-            raise ValueError(f"Expected at least two classes in `y`, but got one class: {self.classes_[0]!r}.")
+        self.classes_ = np.unique(y) if y.ndim == 1 else np.arange(y.shape[1])
         self._num_outputs = len(self.classes_)
+        if y.ndim == 1 and self._num_outputs < 2:
+            raise ValueError(f"Expected at least two classes in `y`, but got one class: {self.classes_[0]!r}.")
 
     def _encode_targets(self, y: NDArray[Any]) -> NDArray[Any]:
         if self._task == "multilabel":
@@ -256,21 +170,8 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
             raise ValueError(f"Expected labels out of {self.classes_}, but got {y[unknown][0]!r}.")
         return codes.astype(np.int64)
 
-    def _targets_to_json(self) -> dict[str, Any]:
-        values = self.classes_.tolist()
-        if not all(isinstance(value, str | int | float | bool) for value in values):
-            raise ModelFileError(
-                "Labels that are not strings, numbers or booleans cannot be saved; convert them first."
-            )
-        return {"dtype": self.classes_.dtype.str, "values": values, "task": self._task}
 
-    def _targets_from_json(self, content: Mapping[str, Any]) -> None:
-        self._task = str(content["task"])
-        self.classes_ = np.array(content["values"], dtype=np.dtype(content["dtype"]))
-        self._num_outputs = len(self.classes_)
-
-
-class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[misc]
+class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     """An ensemble of fully connected networks trained jointly with Negative Correlation Learning.
 
     Inputs are encoded and targets scaled inside. Data that fit in one batch are trained full-batch; float64 input is
@@ -293,7 +194,7 @@ class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[mi
         (True, (442,))
     """
 
-    _task, _scoring = "regression", "neg_mean_squared_error"
+    _task = "regression"
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -302,12 +203,8 @@ class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[mi
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Train one epoch on these samples; those of the first call determine the scaling."""
-        first = self._is_first_call()
         with self._replace_when_done() as new:
-            X, y = new._validate(X, y, reset=first)
-            if first:
-                new._learn_targets(y)
-            new._partial_fit(X, y, sample_weight, first)
+            new._partial_fit(X, y, sample_weight)
         return self
 
     def predict(
@@ -351,22 +248,16 @@ class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[mi
                 "early_stopping='folds'."
             )
         groups = [range(fold, self.ensemble_.num_members, NUM_FOLDS) for fold in range(len(self._residuals))]
-        functions = [partial(_member_mean, list(group)) for group in groups if group]
+        functions = [partial(lambda group, p: p[list(group)].mean(0), group) for group in groups if group]
         limits = cv_plus_interval(self._predict(X, *functions), self._residuals[: len(functions)], coverage)
         return limits if self._is_multi_output else limits[:, 0]
-
-    def _keep_residuals(self, y: NDArray[Any], predictions: NDArray[np.float64], folds: NDArray[np.int64]) -> None:
-        self._residuals = residuals_by_fold(self._encode_targets(y), predictions, folds, NUM_FOLDS)
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
         """Return the members' standard deviation in the targets' units, as `spread`."""
         return {"spread": self._squeeze(self._predict(X, lambda predictions: predictions.std(0, correction=0))[0])}
 
-    def _squeeze(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return values if self._is_multi_output else values[:, 0]
-
-    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any) -> tuple[Any, NDArray[Any]]:
-        return super()._validate(X, y, reset=reset, y_numeric=True, multi_output=True, **options)
+    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[Any, NDArray[Any]]:
+        return read_inputs_and_targets(self, X, y, reset=reset, y_numeric=True, multi_output=True)
 
     def _learn_targets(self, y: NDArray[Any]) -> None:
         self._is_multi_output = y.ndim == 2
@@ -376,25 +267,3 @@ class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[mi
         if (y.ndim == 2) != self._is_multi_output or y.size != len(y) * self._num_outputs:
             raise ValueError(f"Expected `y` as in the first call, with {self._num_outputs} targets, but got {y.shape}.")
         return y.astype(np.float64).reshape(len(y), self._num_outputs)
-
-    def _targets_to_json(self) -> dict[str, Any]:
-        return {"several": self._is_multi_output, "num_outputs": self._num_outputs}
-
-    def _targets_from_json(self, content: Mapping[str, Any]) -> None:
-        self._is_multi_output, self._num_outputs = bool(content["several"]), int(content["num_outputs"])
-
-
-def _member_mean(members: list[int], predictions: Tensor) -> Tensor:
-    return predictions[members].mean(0)
-
-
-def _label_score(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
-    """Negative binary cross entropy, the mean over samples and labels."""
-    probs, target = torch.from_numpy(estimator.predict_proba(X)), torch.as_tensor(np.asarray(y), dtype=torch.float64)
-    return -float(torch.nn.functional.binary_cross_entropy(probs, target))
-
-
-def _by_label(measure: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-    """Measure of each label, `(N, L)`: a choice between the logits 0 and z."""
-    pairs = torch.stack([torch.zeros_like(logits), logits], 3).flatten(1, 2)  # (K, N * L, 2)
-    return measure(pairs).view(logits.shape[1:])

@@ -20,7 +20,7 @@ from typing import Any
 
 PATIENCE = 120.0  # seconds until a process that does not do what it should is given up
 # What a process can be told to die at: before or after a certain call of these.
-OPERATIONS = ("os.replace", "os.rename", "os.fsync", "os.mkdir", "os.unlink", "shutil.copyfile", "shutil.copytree")
+OPERATIONS = ("os.replace", "os.rename", "os.fsync", "os.mkdir", "os.unlink")
 
 
 class ForkServer:
@@ -157,12 +157,12 @@ def _child(
         from torchace.lab import cli, report
         from torchace.lab.cli.terminal import console
         from torchace.lab.tables import fit as table_fit
-        from torchace.lab.tables import search as table_search
-        from torchace.lab.tuning.search import SearchCache
+        from torchace.lab.tuning import search as tuning_search
 
         console.file = sys.stdout
         table_fit.SAVE_EVERY = every
-        table_search.SearchCache = lambda directory: SearchCache(directory, every)  # type: ignore[assignment]
+        real = tuning_search.SearchCache
+        tuning_search.SearchCache = lambda directory: real(directory, every)  # type: ignore[assignment,misc]
         if page:
             report.write_report = fake_report  # type: ignore[assignment]
         calls = _count_operations(die)

@@ -16,7 +16,8 @@ from sklearn.metrics import log_loss, mean_squared_error
 
 from torchace.lab.data.folds import assign_folds, hold_out, number_blocks
 from torchace.lab.data.rng import hashed_key
-from torchace.lab.estimator import base, search
+from torchace.lab.estimator import search
+from torchace.lab.tables import training
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.members import train_members
 from torchace.lab.training.tasks import compute_objective, partial_mixture
@@ -222,7 +223,7 @@ def test_no_training_splits_a_group(monkeypatch: pytest.MonkeyPatch, options: di
         calls.append((train, named.get("validation"), named.get("left_out")))
         return train_members(plan, train, *args, **named)
 
-    monkeypatch.setattr(base, "train_members", record)
+    monkeypatch.setattr(training, "train_members", record)
     X, y = grouped_samples()
     model = small(ACEClassifier, encoding="standard", epochs=2, **options).fit(X, y, groups=GROUPS)
     train, validation, left_out = calls[0]

@@ -43,8 +43,6 @@ def test_an_own_network_is_trained() -> None:
     assert made[0][1] == 2
     assert any(isinstance(module, nn.Tanh) for module in classifier.members_[0].modules())
     assert classifier.score(frame, y) > 0.7
-    with pytest.raises(TypeError, match=r"`network`.*str"):
-        ACEClassifier(**TINY, network="mlp").fit(frame, y)
 
 
 def test_callbacks_and_progress(capsys: pytest.CaptureFixture[str]) -> None:

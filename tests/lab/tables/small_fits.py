@@ -26,14 +26,14 @@ def job(data: Path, target: str, out: Path, diversity: float | None = 0.5, **opt
     wanted = TableSettings((target,), **settings)
     table = load_table(data, wanted)
     plan = MemberPlan(table.task, **{**TINY, **options})
-    return TableFit(table, plan, diversity, out, wanted.to_dict(), wanted.seed, baselines=False)
+    return TableFit(table, plan, diversity, out, baselines=False)
 
 
 def done(fit: TableFit) -> TableModel:
     """The whole of a fit, with a page instead of a report."""
     with fit.lock():
         fit.train()
-        fake_report(fit.work)
+        fake_report(fit.model)
         fit.publish()
     return TableModel.load(fit.out)
 

@@ -48,7 +48,7 @@ class _Column(nn.Module):
 
 def _compare(members: list[nn.Module], table: Table, link: str = "softmax") -> ModelComparison:
     plan = MemberPlan(table.task, num_members=3, hidden=(4,), epochs=3)
-    return compare_with_baselines(Ensemble(members, link=link), table, plan, seed=0)
+    return compare_with_baselines(Ensemble(members, link=link), table, plan)
 
 
 def test_classification_scores_equal_their_definitions(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_regression_scores_equal_their_definitions_and_importances(tmp_path: Pat
     table = _table(frame, "price", tmp_path)
     place = [column.name for column in table.encoding.columns].index("area")
     comparison = _compare([_Column(place, 3000.0), _Column(place, 3400.0)], table, "identity")
-    rows = frame.iloc[table.test_rows.numpy()]
+    rows = frame.iloc[table.rows["test"].numpy()]
     errors = (rows["price"] - 3200 * rows["area"]).to_numpy()
     scores = comparison.ensemble.scores
     assert scores["rmse"] == pytest.approx(np.sqrt((errors**2).mean()))
@@ -122,7 +122,7 @@ def test_several_targets_are_scored_in_their_units_and_compared_scaled(tmp_path:
     place = [column.name for column in table.encoding.columns].index("area")
     factors = torch.tensor([3000.0, 4.0])
     comparison = _compare([_Column(place, factors.clone()), _Column(place, factors.clone())], table, "identity")
-    rows = frame.iloc[table.test_rows.numpy()]
+    rows = frame.iloc[table.rows["test"].numpy()]
     errors = np.stack([rows["price"] - 3000 * rows["area"], rows["rent"] - 4 * rows["area"]], 1)
     scaled = errors / frame[["price", "rent"]].iloc[_training_rows(table, frame)].std(ddof=0).to_numpy()
     assert comparison.ensemble.scores["mse"] == pytest.approx((scaled**2).mean())
@@ -137,5 +137,5 @@ def test_several_targets_are_scored_in_their_units_and_compared_scaled(tmp_path:
 
 
 def _training_rows(table: Table, frame: pd.DataFrame) -> NDArray[np.int64]:
-    others = torch.cat([table.test_rows, table.validation_rows]).numpy()
+    others = torch.cat([table.rows["test"], table.rows["validation"]]).numpy()
     return np.setdiff1d(np.arange(len(frame)), others)

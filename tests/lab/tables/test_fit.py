@@ -24,10 +24,11 @@ from torchace.lab.data import DataError
 from torchace.lab.data.folds import assign_folds, number_blocks
 from torchace.lab.data.tables import read_table
 from torchace.lab.store import RunStore, RunStoreError
-from torchace.lab.tables import fit as table_fit
-from torchace.lab.tables.fit import FitCallback, TableFit, TrainingError
+from torchace.lab.tables.fit import FitCallback, TableFit
 from torchace.lab.tables.model import TableModel
+from torchace.lab.tables.training import TrainingError
 from torchace.lab.training.loop import Interrupted, Progress
+from torchace.lab.tuning.grid_search import GridSearch
 from torchace.lab.tuning.search import SearchStage
 
 Kind = tuple[str, Callable[..., Any], str]
@@ -53,7 +54,7 @@ def test_a_models_scores_equal_its_record(
     assert is_complete(fit.out)
     assert everything_in(tmp_path).keys() >= {name, "out"}
     assert not fit.work.exists()
-    for part, rows in (("validation", table.validation_rows), ("test", table.test_rows)):
+    for part, rows in (("validation", table.rows["validation"]), ("test", table.rows["test"])):
         scores = model.evaluate(make(80).iloc[rows.numpy()]).metrics
         assert scores.keys() == model.record["scores"][part].keys()
         for key, value in scores.items():
@@ -71,14 +72,14 @@ def test_members_leave_out_folds_of_training_and_validation_rows(
     model, table = done(fit), fit.table
     assert model.record["folds"] == 5
     assert model.record["temperature"] != 1 if target == "pet" else model.record["temperature"] == 1
-    frame = make(300).iloc[table.test_rows.numpy()]
+    frame = make(300).iloc[table.rows["test"].numpy()]
     metric = "cross_entropy" if target == "pet" else "mse"
     scores = model.evaluate(frame).metrics
     assert scores[metric] == pytest.approx(model.record["scores"]["test"][metric], rel=1e-9)
     samples = torch.cat([table.train.x, table.validation.x])
     folds = assign_folds(number_blocks(samples), torch.cat([table.train.y, table.validation.y]), seed=fit.seed)
     folds = folds[len(table.train) :]
-    frame = make(300).iloc[table.validation_rows.numpy()]
+    frame = make(300).iloc[table.rows["validation"].numpy()]
     own = model.logits(frame)[folds, torch.arange(len(frame))]  # member k leaves out fold k
     y = model.encoding.schema.targets(frame)
     if target == "pet":
@@ -178,7 +179,7 @@ def test_a_given_diversity_is_not_searched(data: Path, tmp_path: Path, monkeypat
     def searched(*args: Any, **options: Any) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr(table_fit.GridSearch, "run", searched)
+    monkeypatch.setattr(GridSearch, "run", searched)
     model = done(job(data, "pet", tmp_path / "out", 0.3))
     assert (model.diversity, model.record["search"]) == (0.3, None)
     with pytest.raises(AssertionError, match="searched"):
@@ -316,13 +317,9 @@ def test_partial_files_of_a_killed_process_are_removed(data: Path, tmp_path: Pat
     fit = job(data, "pet", tmp_path / "out")
     with fit.lock():
         fit.train()
-    half = fit.work / ".model.0123456789abcdef.partial"
-    shutil.copytree(fit.work / "model", half)
-    shutil.rmtree(fit.work / "model")
-    (half / "manifest.json").unlink()
-    (fit.work / "runs" / ".model.json.1.partial").write_text("{")
-    (fit.work / "report").mkdir()
-    (fit.work / "report" / ".index.html.x1y2").write_text("<")
+    (fit.model / "runs" / ".model.json.1.partial").write_text("{")
+    (fit.model / "report").mkdir()
+    (fit.model / "report" / ".index.html.x1y2").write_text("<")
     done(fit)
     assert is_complete(fit.out)
     assert [path.name for path in tmp_path.iterdir() if path.name != data.name] == ["out"]
@@ -352,10 +349,9 @@ def test_a_full_disk_keeps_finished_work(data: Path, tmp_path: Path) -> None:
 
             patch.setattr(os, "fsync", full)
             refused = _refusal(lambda: done(fit), OSError, ValueError)
-        if refused is None:
+        if refused is None or fit.is_finished():
             break
         assert "No space left" in refused
-        assert not fit.out.exists()
     assert is_complete(fit.out)
     undisturbed = job(data, "pet", tmp_path / "undisturbed" / "out", None)
     done(undisturbed)
@@ -404,17 +400,6 @@ def test_two_at_once_are_refused(data: Path, tmp_path: Path) -> None:
         done(job(data, "pet", tmp_path / "out"))
 
 
-def test_another_process_may_be_faster(data: Path, tmp_path: Path) -> None:
-    """It finishes between our looking for the model and our locking the directory."""
-    fit = job(data, "pet", tmp_path / "out")
-    assert not fit.is_finished()
-    done(job(data, "pet", tmp_path / "out"))
-    with pytest.raises(RunStoreError, match=r"Another process has finished .*out\. Repeat the command"):
-        done(fit)
-    assert is_complete(fit.out)
-    assert not fit.work.exists()
-
-
 @pytest.mark.parametrize("name", ["thesis.tex", "search"])
 def test_foreign_working_directory_is_not_touched(name: str, data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
@@ -437,12 +422,12 @@ def test_another_fits_working_directory_is_not_cleared(data: Path, tmp_path: Pat
     assert everything_in(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"request": 3}'])
+@pytest.mark.parametrize("content", ["", "[]"])
 def test_a_damaged_record_of_the_request_is_refused(content: str, data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     fit.work.mkdir()
     (fit.work / "fit.json").write_text(content)
-    with pytest.raises(RunStoreError, match=r"holds another fit, unfinished\."):
+    with pytest.raises(RunStoreError, match=r"is damaged|was not written by"):
         done(fit)
 
 
@@ -458,31 +443,6 @@ def test_a_link_is_refused_at_once(data: Path, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("empty")
     with pytest.raises(RunStoreError, match="out already holds other files"):
         job(data, "pet", tmp_path / "out").is_finished()
-
-
-def test_foreign_files_are_kept(data: Path, tmp_path: Path) -> None:
-    fit = job(data, "pet", tmp_path / "out")
-    with fit.lock():
-        (fit.work / "notes.txt").write_text("mine")
-    done(fit)
-    assert is_complete(tmp_path / "out")
-    assert os.listdir(fit.work) == ["notes.txt"]
-
-
-def test_a_mount_point_is_refused_at_once(data: Path, tmp_path: Path) -> None:
-    """Nor to a mount point, where one can be made."""
-    out = tmp_path / "out"
-    out.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(out)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount")
-    try:
-        with pytest.raises(
-            RunStoreError, match=r"out is a mount point\. Choose a directory in it: --out .*/out/model\.$"
-        ):
-            job(data, "pet", out).is_finished()
-    finally:
-        subprocess.run(["umount", "-l", str(out)], check=True)
 
 
 def test_a_file_system_that_cannot_be_written(data: Path, tmp_path: Path) -> None:
@@ -503,9 +463,7 @@ def test_a_file_system_that_cannot_be_written(data: Path, tmp_path: Path) -> Non
 def test_a_training_that_fails_is_one_sentence(diversity: float | None, data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out", diversity, learning_rate=1e300, epochs=3)
     for _ in range(2):  # it stays so
-        with pytest.raises(
-            TrainingError, match=r"^The model's training \(λ=\S+, seed 0.*\) ended at step .*\. Try a sm"
-        ):
+        with pytest.raises(TrainingError, match=r"^Training \(λ=\S+, seed 0.*\) ended at step .*\. Try a sm"):
             done(fit)
         assert not fit.out.exists()
 
@@ -547,7 +505,7 @@ def test_any_table_is_fitted_or_refused_in_one_sentence(
             assert "\n" not in sentence
             assert sentence.endswith(".")
             assert len(sentence) < 700
-            assert everything_in(folder) == before or sentence.startswith("The model's training")
+            assert everything_in(folder) == before or sentence.startswith("Training (")
             return
         fit = job(path, table.target, out, task=table.task)
         assert is_complete(out)
@@ -573,5 +531,5 @@ def _check_predictions(model: TableModel, fit: TableFit, frame: Any) -> None:
     again = TableModel.load(fit.out).predict(frame)
     assert again.equals(predicted)
     assert torch.equal(
-        fit.table.encoding.encoder()(model.encoding.matrix(frame))[fit.table.test_rows], fit.table.test.x
+        fit.table.encoding.encoder()(model.encoding.matrix(frame))[fit.table.rows["test"]], fit.table.test.x
     )

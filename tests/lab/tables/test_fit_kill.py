@@ -278,7 +278,7 @@ def test_a_real_report_in_a_process_of_its_own(server: ForkServer, tmp_path: Pat
     folder = prepared(tmp_path / "report")
     command = ("fit", "pets.csv", "--target", "pet", "--diversity", "0.5", "--epochs", "1", "--out", "model")
     process = server.start(*command, folder=folder, page=False, held=("torchace.lab.report.page:write_atomic", 1))
-    assert process.wait_until(lambda: any(folder.glob("model.work/report/*.svg")))
+    assert process.wait_until(lambda: any(folder.glob("model.work/model/report/*.svg")))
     process.end(signal.SIGKILL)
     assert not (folder / "model").exists()
     code, _, err = server.start(*command, folder=folder, page=False).end()

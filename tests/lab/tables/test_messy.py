@@ -90,12 +90,12 @@ def test_columns_are_understood(tables: tuple[Table, Table]) -> None:
         "messy.csv is read as Windows-1252 text.",
         "Column 'einkommen' holds numbers; 2 of 600 values, such as 'k.A.', are not and count as missing.",
     )
-    assert {entry["name"]: entry["kind"] for entry in tables[1].description["columns"]}["leer"] == "dropped"
+    assert {column.name: column.kind for column in tables[1].description.columns}["leer"] == "dropped"
 
 
 def test_every_value_that_is_there_is_the_same(tables: tuple[Table, Table]) -> None:
     clean, messy = tables
-    assert (clean.test_rows == messy.test_rows).all()
+    assert (clean.rows["test"] == messy.rows["test"]).all()
     assert [column.name for column in clean.encoding.columns] == [column.name for column in messy.encoding.columns]
     for part in ("train", "test"):
         left, right = clean.raw[part], messy.raw[part]

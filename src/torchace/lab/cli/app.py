@@ -19,17 +19,12 @@ try:
     import typer
 
     from torchace.lab.cli import sweep_commands, table_commands
-    from torchace.lab.cli.terminal import ERROR, KEYBOARD, USAGE, print_error, print_line
+    from torchace.lab.cli.table_options import option
+    from torchace.lab.cli.terminal import ERROR, INTERRUPTED, USAGE, print_error, print_line
 except ModuleNotFoundError as error:
     sys.exit(str(missing_extra(f"The command line needs {package_name(error.name)}")))
 
-# remedies by command
-LESS_MEMORY = {
-    "run": "Try a smaller network or batch, or fewer runs at a time (sweep.group_size).",
-    "fit": "Try fewer or smaller members (--num-members, --hidden), or smaller batches (--batch-size).",
-    "tune": "Try fewer or smaller members (--num-members, --hidden), smaller batches (--batch-size), or fewer seeds "
-    "(--seeds).",
-}
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # click's UsageError, which typer may vendor
 
 TOUR = """Ensembles of networks, trained jointly; the diversity λ sets how much members may differ.
 
@@ -67,9 +62,7 @@ def diagnose(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="An .npz or .safetensors file with logits (K, N, C) and target (N,).")
     ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Directory for the findings and figures.")
-    ] = None,
+    out: Annotated[Path | None, option("DIRECTORY", "Directory for the findings and figures.")] = None,
 ) -> None:
     """Diagnose an ensemble's diversity from its members' logits."""
     from torchace.diagnosis import diagnose_file
@@ -118,32 +111,24 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # terminals that cannot print λ
     try:
         with warnings.catch_warnings():  # restores how warnings are shown
-            warnings.showwarning = _show_warning
-            sys.exit(app(prog_name="torchace", standalone_mode=False))
-    except KeyboardInterrupt:
-        sys.exit(KEYBOARD)
+            warnings.showwarning = lambda message, *_, **__: print_error(f"Warning: {' '.join(str(message).split())}")
+            code = app(prog_name="torchace", standalone_mode=False)
+        if code == 130:  # Ctrl-C
+            print_error("Interrupted. Finished work is saved; repeat the command to resume.")
+            code = INTERRUPTED
+        sys.exit(code)
     except Exception as error:
         message = _describe_error(error)
         if message is None:
             raise
         print_error(f"Error: {' '.join(message.split())}")
-        sys.exit(USAGE if _is_usage_error(error) else ERROR)
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning as one line."""
-    print_error(f"Warning: {' '.join(str(message).split())}")
-
-
-def _is_usage_error(error: Exception) -> bool:
-    usage: Any = typer.BadParameter.__mro__[1]  # click's UsageError, which typer may vendor
-    return isinstance(error, usage)
+        sys.exit(USAGE if isinstance(error, USAGE_ERROR) else ERROR)
 
 
 def _describe_error(error: Exception) -> str | None:
     """Return the message of an expected error; None for a bug."""
-    if _is_usage_error(error):
-        return str(error.format_message())  # type: ignore[attr-defined]
+    if isinstance(error, USAGE_ERROR):
+        return str(error.format_message())
     if isinstance(error, ModuleNotFoundError) and error.name == "fcntl":
         return "Run directories are locked with fcntl, which this system does not have. Use Linux or macOS."
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
@@ -154,9 +139,7 @@ def _describe_error(error: Exception) -> str | None:
         remedy = " Finished work is saved. Free some space and repeat the command." if full else ""
         return f"{message}: {error.strerror}.{remedy}"
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
-        name = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-        remedy = f" Finished work is saved. {LESS_MEMORY[name]}" if name in LESS_MEMORY else ""
-        return f"Not enough memory.{remedy}"
+        return "Not enough memory. Finished work is saved. Try fewer or smaller members, or smaller batches."
     return str(error) if isinstance(error, ValueError | TypeError | OSError | ImportError) else None
 
 

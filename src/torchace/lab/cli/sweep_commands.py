@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from torchace.lab.cli.table_options import Device
+from torchace.lab.cli.table_options import Device, option
 from torchace.lab.cli.terminal import (
     ERROR,
     INTERRUPTED,
@@ -17,15 +16,11 @@ from torchace.lab.cli.terminal import (
     check_report_packages,
     console,
     exit_interrupted,
-    interruptible,
     print_error,
     print_line,
     print_table,
     stop_signal,
 )
-
-if TYPE_CHECKING:
-    from torchace.lab.schema.results import Failure, RunKey
 
 
 def run(
@@ -34,25 +29,17 @@ def run(
     ] = "digits",
     set_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Override a setting, such as train.epochs=5; repeatable."
-        ),
+        option("SECTION.KEY=VALUE", "Override a setting, such as train.epochs=5; repeatable.", "--set"),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of seeds: 0, 1, 2, ...")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="Run directory. By default runs/NAME.")] = None,
+    seeds: Annotated[int | None, option("N", "Number of seeds: 0, 1, 2, ...", min=1)] = None,
+    out: Annotated[Path | None, option("DIRECTORY", "Run directory. By default runs/NAME.")] = None,
     device: Device = "auto",
-    resume: Annotated[bool, typer.Option(help="Resume, or refuse a directory that already holds runs.")] = True,
-    ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Train on Ray: auto, local, HOST:PORT or ray://HOST:PORT.")
-    ] = None,
-    parallel: Annotated[
-        str | None, typer.Option(metavar="HOW", help="With torchrun: data, members, or MxD to split both.")
-    ] = None,
+    resume: Annotated[bool, option(None, "Resume, or refuse a directory that already holds runs.")] = True,
+    ray: Annotated[str | None, option("ADDRESS", "Train on Ray: auto, local, HOST:PORT or ray://HOST:PORT.")] = None,
+    parallel: Annotated[str | None, option("HOW", "With torchrun: data, members, or MxD to split both.")] = None,
     tracker: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Also write metrics to csv, tensorboard, mlflow or wandb; repeatable."),
+        list[str] | None, option("NAME", "Also write metrics to csv, tensorboard, mlflow or wandb; repeatable.")
     ] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", hidden=True)] = False,
 ) -> None:
     """Train a sweep over λ and seeds and write a report. Repeat the command to resume."""
     check_report_packages()
@@ -79,8 +66,7 @@ def run(
                 SweepProgress(console) as progress,
                 make_executor(loaded, device, ray=ray, parallel=parallel, rank=rank) as executor,
             ):
-                trackers = [*(tracker or ()), *(["tensorboard"] if tensorboard else [])]
-                callbacks = [progress, *([] if rank else [EventLog(directory), *trackers])]
+                callbacks = [progress, *([] if rank else [EventLog(directory), *(tracker or ())])]
                 failures = Sweep(loaded, directory, executor).run(make_callbacks(callbacks, directory, loaded), stop)
         except Interrupted:
             if rank:
@@ -95,24 +81,18 @@ def run(
             raise typer.Exit(ERROR) from None
     if not rank:  # the first rank reports
         report(directory)
-        _print_failures(failures)
-
-
-def _print_failures(failures: dict[RunKey, Failure]) -> None:
-    for run, failure in failures.items():
-        member = "" if failure.member is None else f", member {failure.member}"
-        print_error(f"Run {run.description} failed at step {failure.step}{member}: {failure.message}.")
-    if failures:
-        raise typer.Exit(SOME_FAILED)
+        for run, failure in failures.items():
+            member = "" if failure.member is None else f", member {failure.member}"
+            print_error(f"Run {run.description} failed at step {failure.step}{member}: {failure.message}.")
+        if failures:
+            raise typer.Exit(SOME_FAILED)
 
 
 def report(directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Run directory.")]) -> None:
     """Write the report of a run directory."""
     from torchace.lab.report import read_results, rich_table, summary_sentences, write_report
 
-    again = f"All results are in {directory}. Write the report with: torchace report {shlex.quote(str(directory))}"
-    with interruptible(f"Interrupted while writing the report. {again}"):
-        page = write_report(directory)
+    page = write_report(directory)
     results = read_results(directory)
     print_table(rich_table(results))
     for sentence in summary_sentences(results):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchace.lab.cli.table_options import Data, TableRequest, option_name, with_table_options
+from torchace.lab.cli.table_options import Data, TableRequest, option, option_name, with_table_options
 from torchace.lab.cli.terminal import (
     RESUME,
     check_report_packages,
     console,
     exit_interrupted,
-    interruptible,
     print_line,
     print_table,
     printable,
@@ -40,126 +40,111 @@ Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory of
 @with_table_options
 def fit(
     request: TableRequest,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Model directory. By default models/NAME.")
-    ] = None,
-    diversity: Annotated[
-        str, typer.Option(metavar="λ", help="λ in [0, 1], or auto: choose it on validation rows.")
-    ] = "0",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in the directory.")] = False,
-    baselines: Annotated[bool, typer.Option(help="Compare with simpler models and gradient boosting.")] = True,
+    out: Annotated[Path | None, option("DIRECTORY", "Model directory. By default models/NAME.")] = None,
+    diversity: Annotated[str, option("λ", "λ in [0, 1], or auto: choose it on validation rows.")] = "0",
+    overwrite: Annotated[bool, option(None, "Replace the model in the directory.", "--overwrite")] = False,
+    baselines: Annotated[bool, option(None, "Compare with simpler models and gradient boosting.")] = True,
 ) -> None:
     """Train an ensemble on a table; write the model and a report. Repeat the command to resume."""
     check_report_packages()
 
     from torchace.lab.cli.progress import FitProgress
+    from torchace.lab.report import write_report
     from torchace.lab.report.setup import column_table
-    from torchace.lab.schema.results import TableSummary
     from torchace.lab.tables.fit import TableFit
     from torchace.lab.training.loop import Interrupted
 
-    settings, chosen = request.settings, request.hyperparameters.diversity
+    chosen = request.hyperparameters.diversity
     directory = _directory(out, "models", request.data)
     table, plan = request.load()
-    job = TableFit(
-        table=table,
-        plan=plan,
-        diversity=None if chosen == "auto" else float(chosen),
-        out=directory,
-        settings=settings.to_dict(),
-        seed=settings.seed,
-        device=request.device,
-        overwrite=overwrite,
-        baselines=baselines,
-    )
+    searched = None if chosen == "auto" else float(chosen)
+    job = TableFit(table, plan, searched, directory, request.device, overwrite, baselines)
     if job.is_finished():
         print_line(f"{directory} already holds this model.")
         job.remove_work()
-        show(directory)
-        _print_report_path(directory)
-        return
-    summary = TableSummary.model_validate(table.description)
-    if understood := column_table(summary, len(table.train)):
-        print_table(_rich_table(understood))
-        if len(summary.columns) > MOST_COLUMNS:
-            print_line(f"{len(summary.columns) - MOST_COLUMNS} more columns are in the report.")
-    for note in table.schema.notes:
-        print_line(note)
-    try:
-        with job.lock():
-            with stop_signal() as stop, FitProgress(console) as progress:
-                job.train(progress, stop)
-            from torchace.lab.report import write_report
-
-            with interruptible(RESUME.format(job.work)):
-                write_report(job.work)
+    else:
+        if understood := column_table(table.description, len(table.train)):
+            print_table(_rich_table(understood))
+            if len(table.description.columns) > MOST_COLUMNS:
+                print_line(f"{len(table.description.columns) - MOST_COLUMNS} more columns are in the report.")
+        for note in table.schema.notes:
+            print_line(note)
+        try:
+            with job.lock():
+                with stop_signal() as stop, FitProgress(console) as progress:
+                    job.train(progress, stop)
+                write_report(job.model)
                 job.publish()
-    except Interrupted:
-        raise exit_interrupted(RESUME.format(job.work)) from None
+        except (Interrupted, KeyboardInterrupt):
+            raise exit_interrupted(RESUME.format(job.work)) from None
     show(directory)
-    _print_report_path(directory)
+    print_line(f"Report: {directory / 'report' / 'index.html'}")
 
 
 @with_table_options
 def tune(
     request: TableRequest,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Directory of the search. By default runs/tune-NAME.")
-    ] = None,
+    out: Annotated[Path | None, option("DIRECTORY", "Directory of the search. By default runs/tune-NAME.")] = None,
     trials: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Number of trials; searches width, depth, K and more besides λ."),
+        int | None, option("N", "Number of trials; searches width, depth, K and more besides λ.", min=1)
     ] = None,
     storage: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Optuna storage, to search on several machines. By default a file in --out."),
+        str | None, option("URL", "Optuna storage, to search on several machines. By default a file in --out.")
     ] = None,
-    study: Annotated[str, typer.Option(metavar="NAME", help="Name of the study in the storage.")] = "torchace",
-    pruning: Annotated[bool, typer.Option(help="Stop trials that are worse than the median.")] = True,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of trainings per candidate.")] = 5,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds of candidates for λ.")] = 2,
+    study: Annotated[str, option("NAME", "Name of the study in the storage.")] = "torchace",
+    pruning: Annotated[bool, option(None, "Stop trials that are worse than the median.")] = True,
+    seeds: Annotated[int, option("N", "Number of trainings per candidate.", min=1)] = 5,
+    rounds: Annotated[int, option("N", "Rounds of candidates for λ.", min=1)] = 2,
 ) -> None:
     """Search λ, or λ with other hyperparameters, on validation rows. Repeat the command to resume."""
     from torchace.lab.cli.progress import FitProgress, TrialProgress
-    from torchace.lab.tables.search import TableSearch
     from torchace.lab.training.loop import Interrupted
+    from torchace.lab.tuning.search import SearchCache
 
     if trials is None and storage is not None:
         raise ValueError("--storage needs --trials: it is for a search of several hyperparameters.")
     directory = _directory(out, "runs", request.data, "tune-")
+    if directory.is_dir() and (names := os.listdir(directory)) and not {"search", "study.db", "tune.json"} & {*names}:
+        raise ValueError(f"{directory} already holds other files. Choose another --out.")
     table, plan = request.load()
-    search = TableSearch(table, plan, directory, request.settings.seed, request.device)
     for note in table.schema.notes:
         print_line(note)
+    place = (plan, request.device, request.settings.seed)
+    options: dict[str, Any] = {"num_seeds": seeds, "num_fresh": seeds, "rounds": rounds}
     try:
         if trials is None:
+            grid = table.grid_search(*place, cache=SearchCache(directory / "search"), **options)
             with stop_signal() as stop, FitProgress(console) as progress:
-                tuned = search.tune_diversity(num_seeds=seeds, rounds=rounds, callback=progress, stop=stop)
+                tuned = grid.run(progress, stop)
+            _write_json(directory / "tune.json", tuned.to_dict())
             print_table(_candidate_table(tuned.to_dict()))
             print_line(tuned.sentence)
         else:
-            options: dict[str, Any] = {"storage": storage, "study_name": study, "pruning": pruning}
+            from torchace.lab.tuning.optuna_search import OptunaSearch
+
+            where = storage or directory / "study.db"
+            search = OptunaSearch(
+                table.search_problem(*place), trials, storage=where, study_name=study, pruning=pruning
+            )
             with stop_signal() as stop, TrialProgress(console, trials) as bar:
-                result = search.run_study(trials, **options, callback=bar, stop=stop)
+                result = search.run(bar, stop)
+            _write_json(directory / "tune.json", result.to_dict())
             print_table(_trial_table(result.to_dict()))
             if result.best is None:
                 raise ValueError("No trial was completed; see the table for the reasons.")
             print_line(f"Train with the best hyperparameters: {_fit_command(result, request)}")
     except Interrupted:
-        place = directory if storage is None else "the storage"  # its URL may contain a password
-        raise exit_interrupted(RESUME.format(place)) from None
+        raise exit_interrupted(RESUME.format("the storage" if storage else directory)) from None  # no password
     print_line(f"Written to {directory / 'tune.json'}.")
 
 
 def evaluate(
     model: Model,
     data: Data,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON file for the scores.")] = None,
+    out: Annotated[Path | None, option("FILE", "JSON file for the scores.")] = None,
 ) -> None:
     """Score a model on rows whose target is known."""
-    from torchace._files import write_atomic
     from torchace.lab.data.tables import read_table
-    from torchace.lab.store import finite
     from torchace.lab.tables.model import TableModel
 
     loaded = TableModel.load(model)
@@ -174,25 +159,23 @@ def evaluate(
         scores = loaded.evaluate(frame).metrics
         print_table(_score_table({data.name: scores}))
     if share := loaded.training_share(frame):
+        part = "all" if share == 1 else f"about {max(share, 0.01):.0%}"
         print_line(
-            f"{data.name} contains {_percent(share)} of the rows that the model was trained on. These scores are too "
-            f"optimistic; for those of its test rows, use: torchace show {shlex.quote(str(model))}"
+            f"{data.name} contains {part} of the rows that the model was trained on. These scores are too optimistic; "
+            f"for those of its test rows, use: torchace show {shlex.quote(str(model))}"
         )
     if out is not None:
-        content = {"model": str(model), "data": str(data), "rows": len(frame), "scores": scores}
-        write_atomic(out, (json.dumps(finite(content), indent=1) + "\n").encode())
+        _write_json(out, {"model": str(model), "data": str(data), "rows": len(frame), "scores": scores})
         print_line(f"Written to {out}.")
 
 
 def predict(
     model: Model,
     data: Data,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file, .csv or .parquet.")],
-    keep: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMN", help="Column to copy to the output; repeatable.")
-    ] = None,
+    out: Annotated[Path, option("FILE", "Output file, .csv or .parquet.")],
+    keep: Annotated[list[str] | None, option("COLUMN", "Column to copy to the output; repeatable.")] = None,
     escape_formulas: Annotated[
-        bool, typer.Option("--escape-formulas", help="Put ' before text that a spreadsheet would evaluate (.csv).")
+        bool, option(None, "Put ' before text that a spreadsheet would evaluate (.csv).", "--escape-formulas")
     ] = False,
 ) -> None:
     """Predict every row of a file, with probabilities and uncertainty."""
@@ -213,7 +196,7 @@ def predict(
     print_line(f"{rows} predictions written to {out}.")
 
 
-def export(model: Model, onnx: Annotated[Path, typer.Option(metavar="FILE", help="Output file.")]) -> None:
+def export(model: Model, onnx: Annotated[Path, option("FILE", "Output file.")]) -> None:
     """Export a model to ONNX, and compare its outputs with torch's."""
     from torchace.lab.tables.export import export_onnx
     from torchace.lab.tables.model import TableModel
@@ -254,8 +237,11 @@ def show(model: Model) -> None:
             print_line(f"{headline.sentence} {headline.detail}")
 
 
-def _print_report_path(directory: Path) -> None:
-    print_line(f"Report: {directory / 'report' / 'index.html'}")
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    from torchace._files import write_atomic
+    from torchace.lab.store import finite
+
+    write_atomic(file, (json.dumps(finite(content), indent=1) + "\n").encode())
 
 
 def _directory(out: Path | None, parent: str, data: Path, prefix: str = "") -> Path:
@@ -283,15 +269,15 @@ def _table(*columns: str) -> Any:
 
     table = Table(box=None, pad_edge=False)
     for i, name in enumerate(columns):
-        table.add_column(_plain(printable(name)), justify="left" if i == 0 else "right")
+        table.add_column(_plain(name), justify="left" if i == 0 else "right")
     return table
 
 
 def _plain(text: str) -> Any:
-    """Return text without markup."""
+    """Return text without markup and control characters."""
     from rich.text import Text
 
-    return Text(text, overflow="fold")
+    return Text(printable(text), overflow="fold")
 
 
 def _rich_table(table: ReportTable) -> Any:
@@ -300,12 +286,8 @@ def _rich_table(table: ReportTable) -> Any:
     for column, kind in zip(drawn.columns, table.kinds, strict=True):
         column.justify = "left" if kind == "text" else "right"
     for row in table.sections[0].rows[:MOST_COLUMNS]:
-        drawn.add_row(*(_plain(printable(cell.text)) for cell in row))
+        drawn.add_row(*(_plain(cell.text) for cell in row))
     return drawn
-
-
-def _percent(share: float) -> str:
-    return "all" if share == 1 else f"about {max(share, 0.01):.0%}"
 
 
 def _list_names(names: Iterable[str], limit: int = 20) -> str:

@@ -1,14 +1,14 @@
-"""Options shared by `fit` and `tune`."""
+"""Options shared by `fit` and `tune`; those of hyperparameters come from their schema."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -18,17 +18,27 @@ if TYPE_CHECKING:
     from torchace.lab.tables.table import Table, TableSettings
     from torchace.lab.training.members import MemberPlan
 
-DEFAULTS = Hyperparameters()
 
-
-def _option(metavar: str | None, text: str, *names: str, **limits: Any) -> Any:
-    """Declare an option; without names, it has that of its parameter."""
+def option(metavar: str | None, text: str, *names: str, **limits: Any) -> Any:
+    """Declare an option; without names, it has the name of its parameter."""
     return typer.Option(*names, metavar=metavar, help=text, **limits)
+
+
+def _hyperparameter_option(name: str) -> tuple[Any, Any]:
+    """Type and default of the option for a hyperparameter."""
+    field = Hyperparameters.model_fields[name]
+    default = ",".join(map(str, field.default)) if name == "hidden" else field.default
+    kind = str if default is None else type(default)
+    choices = [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
+    if default is None:
+        choices = list(get_args(get_args(field.annotation)[0]))
+    metavar = "|".join(choices) or {int: "N", float: "NUMBER"}.get(kind, name.upper())
+    return Annotated[kind | None if default is None else kind, option(metavar, field.description or "")], default
 
 
 Columns = list[str] | None
 Data = Annotated[Path, typer.Argument(metavar="DATA", help="A CSV, Parquet or NPZ file.")]
-Device = Annotated[str, _option("DEVICE", "cpu, cuda, cuda:N, or auto: cuda if available.")]
+Device, _ = _hyperparameter_option("device")
 
 
 @dataclass(frozen=True)
@@ -52,60 +62,32 @@ class TableRequest:
 
 def _table_options(
     data: Data,
-    target: Annotated[list[str], _option("COLUMN", "Column to predict; repeatable for regression.")],
-    task: Annotated[str | None, _option("TASK", "classification or regression. Inferred by default.")] = None,
-    drop: Annotated[Columns, _option("COLUMN", "Column to leave out; repeatable.")] = None,
-    number: Annotated[Columns, _option("COLUMN", "Column to read as numbers; repeatable.")] = None,
-    category: Annotated[Columns, _option("COLUMN", "Column to read as categories; repeatable.")] = None,
-    date: Annotated[Columns, _option("COLUMN", "Column to read as dates; repeatable.")] = None,
+    target: Annotated[list[str], option("COLUMN", "Column to predict; repeatable for regression.")],
+    task: Annotated[str | None, option("TASK", "classification or regression. Inferred by default.")] = None,
+    drop: Annotated[Columns, option("COLUMN", "Column to leave out; repeatable.")] = None,
+    number: Annotated[Columns, option("COLUMN", "Column to read as numbers; repeatable.")] = None,
+    category: Annotated[Columns, option("COLUMN", "Column to read as categories; repeatable.")] = None,
+    date: Annotated[Columns, option("COLUMN", "Column to read as dates; repeatable.")] = None,
     split_column: Annotated[
-        str | None, _option("COLUMN", "Column that says train, validation or test for each row.")
+        str | None, option("COLUMN", "Column that says train, validation or test for each row.")
     ] = None,
     validation: Annotated[
         float,
-        _option("SHARE", "Share of rows for choosing λ and early stopping.", "--validation", "--validation-fraction"),
-    ] = DEFAULTS.validation_fraction,
-    test: Annotated[float, _option("SHARE", "Share of rows for the final scores.")] = 0.2,
-    class_weight: Annotated[Columns, _option("WEIGHT", "balanced, or CLASS=NUMBER; repeatable.")] = None,
-    skip_missing_target: Annotated[bool, _option(None, "Skip rows without a target.", "--skip-missing-target")] = False,
-    num_members: Annotated[int, _option("K", "Number of members.", min=1)] = DEFAULTS.num_members,
-    members: Annotated[
-        str, _option("KIND", "separate, or shared or shared_mini: one network with an adapter for each member.")
-    ] = DEFAULTS.members,
-    hidden: Annotated[str, _option("WIDTHS", "Widths of the hidden layers, such as 64 or 64,32.")] = ",".join(
-        map(str, DEFAULTS.hidden)
-    ),
-    encoding: Annotated[
-        str, _option("HOW", "Encoding of numbers: auto, standard, robust or piecewise (bins between quantiles).")
-    ] = DEFAULTS.encoding,
-    epochs: Annotated[int, _option("N", "Maximum number of epochs.", min=1)] = DEFAULTS.epochs,
-    batch_size: Annotated[int, _option("N", "Rows in a batch.", min=1)] = DEFAULTS.batch_size,
-    learning_rate: Annotated[float, _option("RATE", "Learning rate of AdamW.")] = DEFAULTS.learning_rate,
-    weight_decay: Annotated[float, _option("RATE", "Weight decay of AdamW.")] = DEFAULTS.weight_decay,
-    schedule: Annotated[
-        str | None, _option("HOW", "constant or cosine. By default constant with early stopping, else cosine.")
-    ] = DEFAULTS.schedule,
-    batches: Annotated[
-        str, _option("HOW", "shared; exchanged or separate: each member its own, with or without coupling.")
-    ] = DEFAULTS.batches,
-    early_stopping: Annotated[
-        bool, _option(None, "Stop on rows left out of the training, or train all epochs.")
-    ] = True,
-    patience: Annotated[
-        int, _option("N", "Epochs without improvement before training stops.", min=0)
-    ] = DEFAULTS.patience or 0,
-    precision: Annotated[str, _option("TYPE", "float64, or float32, which is faster on a GPU.")] = DEFAULTS.precision,
+        option("SHARE", "Share of rows for choosing λ and early stopping.", "--validation", "--validation-fraction"),
+    ] = Hyperparameters().validation_fraction,
+    test: Annotated[float, option("SHARE", "Share of rows for the final scores.")] = 0.2,
+    class_weight: Annotated[Columns, option("WEIGHT", "balanced, or CLASS=NUMBER; repeatable.")] = None,
+    skip_missing_target: Annotated[bool, option(None, "Skip rows without a target.", "--skip-missing-target")] = False,
+    early_stopping: Annotated[bool, option(None, "Stop on rows left out of the training, or train all epochs.")] = True,
     seed: Annotated[
-        int, _option("N", "Random seed of the split and the training.", "--seed", "--random-state", min=0, max=10**15)
+        int, option("N", "Random seed of the split and the training.", "--seed", "--random-state", min=0, max=10**15)
     ] = 0,
-    device: Device = DEFAULTS.device,
-    *,
-    diversity: str | float,
+    **hyperparameters: Any,
 ) -> TableRequest:
     from torchace.lab.tables.table import TableSettings
     from torchace.lab.training.config import resolve_device
 
-    given = {name: value for name, value in locals().items() if name in _SHARED and value != _SHARED[name].default}
+    options = {**{name: value for name, value in locals().items() if name in _SHARED}, **hyperparameters}
     if task not in (None, "classification", "regression"):
         raise ValueError(f"Expected --task classification or regression, but got {task!r}.")
     if not (validation > 0 and test >= 0 and validation + test < 1):
@@ -114,51 +96,49 @@ def _table_options(
             f"{test:g}."
         )
     kinds: dict[str, str] = {}
-    for names, kind in ((number, "number"), (category, "category"), (date, "date")):
+    for names, kind in ((number, "number"), (category, "category"), (date, "date"), (drop, "dropped")):
         for name in names or ():
-            if name in kinds:
+            if kinds.setdefault(name, kind) != kind:
                 raise ValueError(f"The column {name!r} cannot be both a {kinds[name]} and a {kind}.")
-            if name in (drop or ()):
-                raise ValueError(f"The column {name!r} cannot be both dropped and a {kind}.")
-            kinds[name] = kind
     settings = TableSettings(
-        tuple(target),
-        task,
-        tuple(drop or ()),
-        kinds,
-        split_column,
-        validation,
-        test,
-        seed,
+        target=tuple(target),
+        task=task,
+        drop=tuple(drop or ()),
+        kinds={name: kind for name, kind in kinds.items() if kind != "dropped"},
+        split_column=split_column,
+        validation=validation,
+        test=test,
+        seed=seed,
         class_weight=_parse_class_weight(class_weight),
         skip_missing_target=skip_missing_target,
-        encoding=encoding,
+        encoding=hyperparameters["encoding"],
     )
-    if not re.fullmatch(r"\s*([0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*)?", hidden):
-        raise ValueError(f"Expected --hidden as widths such as 64 or 64,32, but got {hidden!r}.")
-    if members.isdigit():
-        raise ValueError(f"--members says what the members share; their number is --num-members {members}.")
-    hyperparameters = check_hyperparameters(
-        option_name,
-        num_members=num_members,
-        members=members,
-        diversity=diversity,
-        hidden=[int(width) for width in hidden.split(",") if width.strip()],
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        schedule=schedule,
-        patience=patience if early_stopping and patience else None,
-        batches=batches,
-        precision=precision,
-        encoding=encoding,
-    )
-    return TableRequest(data, settings, hyperparameters, resolve_device(device), given)
+    values = dict(hyperparameters)
+    try:
+        values["hidden"] = [int(width) for width in values["hidden"].split(",") if width.strip()]
+    except ValueError:
+        raise ValueError(f"Expected --hidden as widths such as 64 or 64,32, but got {values['hidden']!r}.") from None
+    if values["members"].isdigit():
+        raise ValueError(f"--members says what the members share; their number is --num-members {values['members']}.")
+    values["patience"] = values["patience"] if early_stopping and values["patience"] else None
+    checked = check_hyperparameters(option_name, **values)
+    given = {name: value for name, value in options.items() if name in _SHARED and value != _SHARED[name].default}
+    return TableRequest(data, settings, checked, resolve_device(checked.device), given)
 
 
-_SHARED = dict(inspect.signature(_table_options, eval_str=True).parameters)
-del _SHARED["diversity"]
+def _shared_parameters() -> dict[str, inspect.Parameter]:
+    """Parameters of `fit` and `tune`; `validation` stands for `validation_fraction`, and `fit` alone has λ."""
+    parameters = dict(inspect.signature(_table_options, eval_str=True).parameters)
+    del parameters["hyperparameters"]
+    for name in Hyperparameters.model_fields:
+        if name not in ("validation_fraction", "diversity"):
+            kind, default = _hyperparameter_option(name)
+            keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters[name] = inspect.Parameter(name, keyword, default=default, annotation=kind)
+    return parameters
+
+
+_SHARED = _shared_parameters()
 
 
 def option_name(name: str) -> str:
@@ -168,29 +148,18 @@ def option_name(name: str) -> str:
 
 def _parse_class_weight(values: Columns) -> dict[str, float] | str | None:
     """Parse --class-weight: balanced, or one CLASS=WEIGHT for each class."""
-    if not values:
-        return None
-    if values == ["balanced"]:
-        return "balanced"
-    weights = {}
+    if not values or values == ["balanced"]:
+        return "balanced" if values else None
+    weights: dict[str, float] = {}
     for value in values:
         name, _, number = value.rpartition("=")
-        try:
+        with suppress(ValueError):
             weights[name] = float(number)
-        except ValueError:
-            weights[name] = -1.0
-        if not name or not 0 < weights[name] < math.inf:
+        if not name or not 0 < weights.get(name, 0) < math.inf:
             raise ValueError(
                 f"Expected --class-weight balanced, or CLASS=WEIGHT with a weight above 0, but got {value!r}."
             )
     return weights
-
-
-def _parse_diversity(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def with_table_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -200,7 +169,9 @@ def with_table_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters = [data, target, *own, *others]
 
     def call(**options: Any) -> None:
-        diversity = _parse_diversity(options.get("diversity", "auto"))  # `tune` searches it
+        diversity = options.pop("diversity", "auto")  # `tune` searches it
+        with suppress(ValueError):
+            diversity = float(diversity)
         request = _table_options(**{name: options.pop(name) for name in _SHARED}, diversity=diversity)
         command(request, **options)
 

@@ -6,15 +6,15 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
 import typer
 from rich.console import Console
 
-ERROR, USAGE, INTERRUPTED, SOME_FAILED, KEYBOARD = 1, 2, 3, 4, 130
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from torchace._extras import import_extra
+
+ERROR, USAGE, INTERRUPTED, SOME_FAILED = 1, 2, 3, 4
 
 console = Console()
 
@@ -48,10 +48,9 @@ def print_table(table: Any) -> None:
 
 
 def check_report_packages() -> None:
-    """Check before training that the packages for the report are installed."""
-    for package in ("matplotlib", "jinja2"):
-        if find_spec(package) is None:
-            raise ModuleNotFoundError(name=package)
+    """Raise an error before training if a package for the report is missing."""
+    for name in ("jinja2", "matplotlib"):
+        import_extra(name, "The report needs")
 
 
 RESUME = "Interrupted. Everything so far is in {}; repeat the command to resume."
@@ -64,31 +63,6 @@ def exit_interrupted(message: str) -> typer.Exit:
 
 
 @contextmanager
-def _handle_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call a function on SIGINT and SIGTERM inside the block."""
-    before = {number: signal.signal(number, receive) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def interruptible(message: str) -> Iterator[None]:
-    """End the command with a message on SIGINT or SIGTERM."""
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        with _handle_signals(receive):
-            yield
-    except KeyboardInterrupt:
-        raise exit_interrupted(message) from None
-
-
-@contextmanager
 def stop_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after SIGINT or SIGTERM; a second signal ends the process."""
     received: list[int] = []
@@ -97,5 +71,9 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    with _handle_signals(receive):
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
         yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -4,50 +4,50 @@ from __future__ import annotations
 
 import copy
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import torch
 from joblib import effective_n_jobs
 from numpy.typing import ArrayLike, NDArray
+from sklearn.metrics import log_loss
 from sklearn.utils import check_random_state
+from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.validation import _check_sample_weight, check_consistent_length, check_is_fitted
 from torch import Tensor, nn
 
 from torchace._checks import check_choice
 from torchace.lab.data import Split, hashed_key
-from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds, hold_out, number_blocks
+from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, assign_folds, hold_out, number_blocks
 from torchace.lab.data.table_schema import Target
-from torchace.lab.estimator.fitted import (
-    FittedEstimator,
-    TrainingState,
-    history,
-    history_entry,
-    load_estimator,
-    save_estimator,
-)
-from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_names
+from torchace.lab.estimator.fitted import FittedEstimator, TrainingState, load_estimator, save_estimator
+from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, target_names
+from torchace.lab.estimator.intervals import residuals_by_fold
 from torchace.lab.estimator.search import search_diversity
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters, to_python
+from torchace.lab.tables.model import TableModel
+from torchace.lab.tables.training import FittedEnsemble, fit_ensemble
 from torchace.lab.training.config import make_optimizer, resolve_device
 from torchace.lab.training.loop import Progress
-from torchace.lab.training.members import (
-    MemberPlan,
-    OutOfFold,
-    TrainedGroup,
-    collect_out_of_fold,
-    new_run_group,
-    train_members,
-)
+from torchace.lab.training.members import MemberPlan, new_run_group
 from torchace.lab.training.run_group import chunk_rows, collect_chunks
-from torchace.lab.training.scaling import Scaler, assemble_ensemble
+from torchace.lab.training.scaling import Scaler
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
+
+def _label_score(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
+    """Negative binary cross entropy, the mean over samples and labels."""
+    return -log_loss(np.ravel(y), estimator.predict_proba(X).ravel())
+
+
+SCORING = {"classification": "neg_log_loss", "multilabel": _label_score, "regression": "neg_mean_squared_error"}
 STOPPING = (True, False, "auto", "folds")
 ENCODE_ROWS = 65_536  # encoded at once
 
@@ -86,11 +86,7 @@ class Estimator(FittedEstimator):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def fit(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        sample_weight: ArrayLike | None = None,
-        groups: ArrayLike | None = None,
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None
     ) -> Self:
         """Train the members.
 
@@ -118,7 +114,7 @@ class Estimator(FittedEstimator):
         table, y = self._validate(X, y, reset=True)
         check_consistent_length(y, groups)
         self._learn_targets(y)
-        weight = self._positive_weight(table, y, sample_weight)
+        weight = self._sample_weight(table, y, sample_weight)
         self._learn_scales(table, y, weight)
         plan, seed = replace(plan, precision=_precision(table), task=self._task), self._draw_seed()
         if self._task == "multilabel" and self.diversity == "auto":
@@ -134,78 +130,64 @@ class Estimator(FittedEstimator):
                 if self.diversity == "auto":
                     self.tuning_ = search_diversity(self, plan, samples, blocks, seed)
             self.diversity_ = float(self.diversity if self.tuning_ is None else self.tuning_.diversity)
-            trained, held_out = self._train_and_stop(plan, samples, blocks, seed)
-        self.history_ = history(trained)
-        self._finish(trained, held_out)
-        self.oof_predictions_, self._residuals = None, None
+            fitted = self._train(plan, seed, **self._stopping(plan, samples, blocks, seed))
+        self.history_ = _history(fitted)
+        self.oof_predictions_, self._residuals, held_out = None, None, fitted.held_out
         if held_out is not None and held_out.folds is not None:
             predictions = held_out.expand(used)
             self.oof_predictions_ = self._squeeze(predictions)
-            self._keep_residuals(y[used], predictions[used], held_out.folds)
+            if self._task == "regression":
+                targets = self._encode_targets(y[used])
+                self._residuals = residuals_by_fold(targets, predictions[used], held_out.folds, NUM_FOLDS)
         self._state = TrainingState(seed, plan).add(samples)
 
-    def _train_and_stop(
-        self, plan: MemberPlan, samples: Split, blocks: Tensor | None, seed: int
-    ) -> tuple[TrainedGroup, OutOfFold | None]:
-        """Train, and predict samples that no member was trained on."""
+    def _stopping(self, plan: MemberPlan, samples: Split, blocks: Tensor | None, seed: int) -> dict[str, Any]:
+        """Samples to train on, and those that stop the training: arguments of `fit_ensemble`."""
         if plan.patience is None or blocks is None:
-            return self._train(plan, samples, seed), None
+            return {"samples": samples}
         if self.early_stopping == "folds" and len(samples) < NUM_FOLDS:
             raise ValueError(
                 f"Expected at least {NUM_FOLDS} samples for early_stopping='folds', but got {len(samples)}. Give more, "
                 "or use early_stopping=False."
             )
         # λ > 0 fits the ensemble as a whole, and a fifth of the members says little about it
-        auto = self.early_stopping == "auto" and len(samples) >= MIN_FOLD_ROWS and self.diversity_ == 0
-        on_folds, held_out = auto or self.early_stopping == "folds", None
+        on_folds = self.early_stopping == "folds" or (self.early_stopping == "auto" and self.diversity_ == 0)
+        options: dict[str, Any] = {}
         if not on_folds or plan.has_shared_weights:  # every sample of a fold trains the shared weights
             key = hashed_key(seed, "hold-out")
             mask = hold_out(blocks, samples.y, self.validation_fraction, seed=key, weight=samples.weight)
-            everything, samples, blocks, held_out = samples, samples.take(~mask), blocks[~mask], samples.take(mask)
-        if not on_folds and held_out is not None:
-            trained = self._train(plan, samples, seed, validation=held_out)
-            out = collect_out_of_fold(trained, held_out, None, self._target_scaler)
-            best_epochs = trained.fitted.best_epochs
-            if self.early_stopping == "auto" and best_epochs:  # the hold-out gives epochs and temperature
-                whole = replace(plan, epochs=best_epochs[0], schedule=trained.train_config.schedule, patience=None)
-                refit = self._train(whole, everything, seed)
-                trained = replace(trained, network=refit.network)
-            return trained, out
-        folds = assign_folds(blocks, samples.y, seed=seed, weight=samples.weight)
-        split = FoldSplit.make(samples, folds, plan.num_members)
-        trained = self._train(plan, split.train, seed, validation=split.validation, left_out=split.left_out)
-        if held_out is not None:
-            return trained, collect_out_of_fold(trained, held_out, None, self._target_scaler)
-        out = collect_out_of_fold(trained, split.validation, split.left_out, self._target_scaler)
-        return trained, replace(out, rows=split.rows.cpu().numpy(), folds=folds.numpy())
-
-    def _is_first_call(self) -> bool:
-        """Whether `partial_fit` starts a new model; raise an error for a loaded estimator."""
-        if hasattr(self, "_state"):
-            return False
-        if hasattr(self, "ensemble_"):
-            raise ValueError("A loaded model cannot be trained further; call fit to train it from the start.")
-        return True
+            options |= {"validation": samples.take(mask), "refit": samples if self.early_stopping == "auto" else None}
+            samples, blocks = samples.take(~mask), blocks[~mask]
+        if on_folds:
+            options |= {"folds": assign_folds(blocks, samples.y, seed=seed, weight=samples.weight), "refit": None}
+        return {**options, "samples": samples}
 
     def _partial_fit(
-        self, table: NDArray[Any] | DataFrame, y: NDArray[Any], sample_weight: ArrayLike | None, first: bool
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None, classes: ArrayLike | None = None
     ) -> None:
         """Train one epoch; the samples of the first call determine the encoding."""
-        if first and self.diversity == "auto":
-            raise ValueError(
-                "Expected `diversity` to be a number for partial_fit, but got 'auto', which needs all samples at once. "
-                "Use fit, or give a number."
-            )
-        weight = self._positive_weight(table, y, sample_weight)
+        first = not hasattr(self, "_state")
+        if first and hasattr(self, "ensemble_"):
+            raise ValueError("A loaded model cannot be trained further; call fit to train it from the start.")
+        table, y = self._validate(X, y, reset=first)
         if first:
+            self._learn_targets(y if classes is None else np.asarray(classes))
+        elif classes is not None and not np.array_equal(self.classes_, np.unique(np.asarray(classes))):
+            raise ValueError(f"Expected the `classes` of the first call, {self.classes_}, but got {classes!r}.")
+        weight = self._sample_weight(table, y, sample_weight)
+        if first:
+            if self.diversity == "auto":
+                raise ValueError(
+                    "Expected `diversity` to be a number for partial_fit, but got 'auto', which needs all samples at "
+                    "once. Use fit, or give a number."
+                )
             plan = replace(self._plan(), precision=_precision(table))
             self._state = TrainingState(self._draw_seed(), plan)
             self.tuning_, self.history_, self.diversity_ = None, [], float(self.diversity)
             self.oof_predictions_, self._residuals = None, None
             self._learn_scales(table, y, weight)
-            num_features = self._encoding.num_features
-            seeds, diversities = [self._state.seed], [self.diversity_]
-            self._network = new_run_group(plan, num_features, self._num_outputs, seeds, diversities)
+            shape = (self._encoding.num_features, self._num_outputs)
+            self._network = new_run_group(plan, *shape, [self._state.seed], [self.diversity_])
         plan = replace(self._state.plan, epochs=1, schedule="constant", patience=None)
         samples, _ = self._samples(table, y, weight, plan)
         state = self._state.add(samples)
@@ -218,15 +200,15 @@ class Estimator(FittedEstimator):
             optimizer.load_state_dict(copy.deepcopy(state.optimizer))  # loading does not copy tensors
         seed = hashed_key(state.seed, "partial fit", state.calls)
         with self._threads():
-            options = {"network": network, "optimizer": optimizer, "mean_weight": mean_weight}
-            trained = self._train(plan, samples, seed, **options)
-        self.history_ = [*self.history_, {**history(trained)[0], "epoch": len(self.history_) + 1}]
+            fitted = self._train(plan, seed, samples, network=network, optimizer=optimizer, mean_weight=mean_weight)
+        self.history_ = [*self.history_, {**_history(fitted)[0], "epoch": len(self.history_) + 1}]
         self._state = replace(state, calls=state.calls + 1, optimizer=optimizer.state_dict())
-        self._finish(trained, None)
 
-    def _train(self, plan: MemberPlan, train: Split, seed: int, **options: Any) -> TrainedGroup:
+    def _train(self, plan: MemberPlan, seed: int, samples: Split, **options: Any) -> FittedEnsemble:
+        """Train, and keep the ensemble."""
+
         def report_epoch(progress: Progress) -> None:
-            entry = history_entry(progress.epoch, progress.score, progress.held_out)
+            entry = _history_entry(progress.epoch, progress.score, progress.held_out)
             for callback in self.callbacks or ():
                 callback(entry)
             if self.verbose and (progress.epoch % self.verbose == 0 or progress.step == progress.steps):
@@ -236,22 +218,13 @@ class Estimator(FittedEstimator):
 
         if self.verbose or self.callbacks:
             options["on_epoch_end"] = report_epoch
-        trained = train_members(plan, train, self._num_outputs, diversities=[self.diversity_], seeds=[seed], **options)
-        if (failure := trained.failure(0)) is not None:
-            raise ValueError(
-                f"Training ended at step {failure.step} with {failure.message}. "
-                "Try a smaller learning_rate, and look for extreme values among the samples."
-            )
-        return trained
-
-    def _finish(self, trained: TrainedGroup, held_out: OutOfFold | None) -> None:
-        self._network = trained.network.cpu()
-        self.temperature_ = 1.0 if held_out is None else held_out.temperature
+        fixed = (self._num_outputs, self._encoding, self._target_scaler)
+        fitted = fit_ensemble(plan, samples, *fixed, diversity=self.diversity_, seed=seed, **options)
+        held_out, self._network = fitted.held_out, fitted.trained.network.cpu()
+        self.ensemble_, self.temperature_ = fitted.ensemble, fitted.temperature
         self.oof_score_ = None if held_out is None else held_out.score
         self._residual_variance = None if held_out is None else held_out.variance
-        self.ensemble_ = assemble_ensemble(
-            self._encoding.encoder(), trained.ensemble(0), self._target_scaler, self.temperature_
-        )
+        return fitted
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
@@ -264,63 +237,59 @@ class Estimator(FittedEstimator):
         plan = MemberPlan.from_hyperparameters(self._task, check_hyperparameters("`{}`".format, **values))
         resolve_device(self.device)
         check_choice(self.early_stopping, "early_stopping", STOPPING)
-        if self.network is not None and not callable(self.network):
-            raise TypeError(
-                f"Expected `network` to be a function of the numbers of inputs and outputs that returns a module, but "
-                f"got {type(self.network).__name__}."
-            )
-        if not isinstance(self.verbose, int | np.integer) or self.verbose < 0:
-            raise ValueError(f"Expected `verbose` to be a number of epochs, or 0, but got {self.verbose!r}.")
-        callbacks = () if self.callbacks is None else self.callbacks
-        if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
-            raise TypeError(f"Expected `callbacks` to be a list of functions, but got {self.callbacks!r}.")
-        plan = replace(plan, network=self.network)
-        return plan if self.early_stopping else replace(plan, patience=None)
+        return replace(plan, network=self.network, patience=plan.patience if self.early_stopping else None)
 
-    def _validate(
-        self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
-    ) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
-        return read_inputs_and_targets(self, X, y, reset=reset, **options)
+    @abstractmethod
+    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
+        """Check samples and targets."""
+
+    @abstractmethod
+    def _learn_targets(self, y: NDArray[Any]) -> None:
+        """Learn the classes, or the number of targets."""
+
+    @abstractmethod
+    def _encode_targets(self, y: NDArray[Any]) -> NDArray[Any]:
+        """Class indices `(N,)` or numbers `(N, M)`."""
 
     def _learn_scales(
         self, table: NDArray[Any] | DataFrame, y: NDArray[Any], weight: NDArray[np.float64] | None
     ) -> None:
         """Learn the encoding of the inputs and the scale of a regression's targets."""
         names = list(map(str, getattr(self, "feature_names_in_", [f"x{i}" for i in range(self.n_features_in_)])))
+        weights, self._target_scaler = np.ones(len(y)) if weight is None else weight, None
         if self._task == "regression":
             target = Target(target_names(names, self._num_outputs), self._task, formats=("",) * self._num_outputs)
+            self._target_scaler = Scaler.fit(self._encode_targets(y), weights)
         else:
             target = Target(target_names(names, 1), self._task, tuple(self.classes_.tolist()))
-        weights = np.ones(len(y)) if weight is None else weight
         self._encoding = learn_inputs(table, names, target, self.encoding, weights)
-        self._target_scaler = None
-        if self._task == "regression":
-            self._target_scaler = Scaler.fit(self._encode_targets(y), weights)
 
-    def _positive_weight(
+    def _sample_weight(
         self, table: NDArray[Any] | DataFrame, y: NDArray[Any], sample_weight: ArrayLike | None
     ) -> NDArray[np.float64] | None:
-        weight = self._sample_weight(table, y, sample_weight)
+        """Weights `(N,)` of samples and classes, some above 0; None: all equal."""
+        weight, class_weight = None, getattr(self, "class_weight", None)
+        if sample_weight is not None:
+            weight = _check_sample_weight(sample_weight, table, dtype=np.float64, ensure_non_negative=True, copy=True)
+        if class_weight is not None:
+            if self._task == "multilabel":
+                raise ValueError("Expected `class_weight=None` with several labels per sample. Use `sample_weight`.")
+            seen, codes = np.unique(y, return_inverse=True)  # partial_fit may see some classes only
+            options = {} if weight is None or class_weight != "balanced" else {"sample_weight": weight}
+            scale = compute_class_weight(class_weight, classes=seen, y=y, **options)[codes]
+            weight = scale if weight is None else scale * weight
         if weight is not None and not (weight > 0).any():
             raise ValueError(
                 "Expected a `sample_weight` above 0 for some sample, but all are 0. Give a positive weight to some."
             )
-        return weight
-
-    def _sample_weight(
-        self, table: NDArray[Any] | DataFrame, y: NDArray[Any], sample_weight: ArrayLike | None
-    ) -> NDArray[Any] | None:
-        if sample_weight is None:
-            return None
-        weight = _check_sample_weight(sample_weight, table, dtype=np.float64, ensure_non_negative=True, copy=True)
-        return cast(NDArray[Any], weight)
+        return cast(NDArray[np.float64] | None, weight)
 
     def _samples(
         self, table: NDArray[Any] | DataFrame, y: NDArray[Any], weight: NDArray[Any] | None, plan: MemberPlan
     ) -> tuple[Split, NDArray[np.bool_]]:
         """Encoded samples on the device, without those of weight 0, and the mask `(N,)` of these samples."""
         used = np.ones(len(y), dtype=bool) if weight is None else weight > 0
-        dtype, device = plan.train_config(1).dtype, resolve_device(self.device)
+        dtype = plan.train_config(1).dtype
         raw, encoder = raw_matrix(self._encoding, table[used]), self._encoding.encoder().to(dtype)
         x = torch.empty(len(raw), encoder.num_features, dtype=dtype)
         for start in range(0, len(raw), ENCODE_ROWS):
@@ -331,7 +300,7 @@ class Estimator(FittedEstimator):
         if targets.is_floating_point():
             targets = targets.to(dtype)
         share = None if weight is None else torch.tensor(weight[used], dtype=dtype)
-        return Split(x, targets, share).to(device), used
+        return Split(x, targets, share).to(resolve_device(self.device)), used
 
     def _draw_seed(self) -> int:
         return int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -365,6 +334,30 @@ class Estimator(FittedEstimator):
             values = collect_chunks(map(self.ensemble_, parts), len(table), *functions)
         return [value.numpy() for value in values]
 
+    def _squeeze(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Predictions `(N, C)` in the shape of the targets."""
+        return values if self._task != "regression" or self._is_multi_output else values[:, 0]
+
+    def feature_importances(
+        self, X: ArrayLike, y: ArrayLike, *, n_repeats: int = 5, random_state: Any = None
+    ) -> dict[str, float]:
+        """Return the mean increase of the loss if a column of `X` is permuted, largest first.
+
+        The loss is the cross entropy or the mean squared error. Use samples that took no part in training.
+
+        Args:
+            X: Samples `(N, D)`.
+            y: Targets of these samples.
+            n_repeats: Permutations of each column.
+            random_state: An int for reproducible results.
+        """
+        from sklearn.inspection import permutation_importance
+
+        options = {"scoring": SCORING[self._task], "n_repeats": n_repeats, "random_state": random_state}
+        means = permutation_importance(self, X, y, **options).importances_mean
+        names = [str(name) for name in getattr(self, "feature_names_in_", [f"x{i}" for i in range(len(means))])]
+        return {names[i]: float(means[i]) for i in np.argsort(-means, kind="stable")}
+
     # -- files --------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -380,6 +373,25 @@ class Estimator(FittedEstimator):
             ModelFileError: The directory is damaged, or is not such an estimator.
         """
         return load_estimator(cls, path)
+
+    def export_onnx(self, path: str | os.PathLike[str]) -> float:
+        """Export the ensemble as an ONNX graph, and return the largest difference between its outputs and torch's.
+
+        The input `raw` is `(N, F)` of float64: numbers, seconds and parts of dates, and category codes. The metadata
+        name the columns and codes.
+        """
+        from torchace.lab.tables.export import export_onnx
+
+        check_is_fitted(self)
+        return export_onnx(TableModel(self.ensemble_, self._encoding, self.diversity_, {}), Path(path))
+
+
+def _history(fitted: FittedEnsemble) -> list[dict[str, Any]]:
+    return [_history_entry(e["epoch"], e["score"], e["held_out"]) for e in fitted.trained.fitted.history]
+
+
+def _history_entry(epoch: int, score: Sequence[Any], held_out: Sequence[Any] | None) -> dict[str, Any]:
+    return {"epoch": epoch, "train": score[0], "validation": None if held_out is None else held_out[0]}
 
 
 def _precision(table: NDArray[Any] | DataFrame) -> str:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
-from torch import nn
 
-from torchace.lab.data import DataError, Split
+from torchace.lab.data import Split
 from torchace.lab.data.encoding import Encoding
 from torchace.lab.schema.hyperparameters import to_python
 from torchace.lab.store import finite
-from torchace.lab.training.members import MemberPlan, TrainedGroup
+from torchace.lab.tables.model import TableModel
+from torchace.lab.training.members import MemberPlan
+from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.scaling import Scaler
 from torchace.lab.tuning.grid_search import TunedDiversity
 from torchace.nn import Ensemble
-from torchace.saving import ModelFileError, load_model, save_model
+from torchace.saving import ModelFileError
 
 
 @dataclass(frozen=True)
@@ -41,126 +41,95 @@ class TrainingState:
         return replace(self, weight=self.weight + weight, samples=self.samples + len(samples))
 
 
-class FittedEstimator(BaseEstimator, ABC):  # type: ignore[misc]
-    """Attributes of a trained estimator, and the encoding of its targets."""
+class FittedEstimator(BaseEstimator):  # type: ignore[misc]
+    """Attributes of a trained estimator."""
 
-    _task: str
-    _num_outputs: int
-    _network: nn.Module
-    _state: TrainingState
-    _encoding: Encoding
-    _target_scaler: Scaler | None
+    classes_: NDArray[Any]
     ensemble_: Ensemble
+    diversity_: float
     tuning_: TunedDiversity | None
     temperature_: float
     oof_score_: float | None
-    _residual_variance: NDArray[np.float64] | None  # (M,), of each target of a regression
     oof_predictions_: NDArray[np.float64] | None
+    history_: list[dict[str, Any]]
+    _task: str
+    _num_outputs: int
+    _is_multi_output: bool  # targets (N, M) of a regression
+    _network: RunGroup
+    _state: TrainingState
+    _encoding: Encoding
+    _target_scaler: Scaler | None
+    _residual_variance: NDArray[np.float64] | None  # (M,), of each target of a regression
     _residuals: list[NDArray[np.float64]] | None  # of a regression, by fold
 
-    def _squeeze(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Predictions `(N, C)` in the shape of the estimator's."""
-        return values
 
-    def _keep_residuals(self, y: NDArray[Any], predictions: NDArray[np.float64], folds: NDArray[np.int64]) -> None:
-        """Keep out-of-fold residuals for intervals."""
-
-    @abstractmethod
-    def _learn_targets(self, y: NDArray[Any]) -> None:
-        """Learn the classes, or the number of targets."""
-
-    @abstractmethod
-    def _encode_targets(self, y: NDArray[Any]) -> NDArray[Any]:
-        """Class indices `(N,)` or numbers `(N, M)`."""
-
-    @abstractmethod
-    def _targets_to_json(self) -> dict[str, Any]:
-        """Learned targets as JSON values."""
-
-    @abstractmethod
-    def _targets_from_json(self, content: Mapping[str, Any]) -> None:
-        """Restore the result of `_targets_to_json`."""
+T = TypeVar("T", bound=FittedEstimator)
 
 
-def history(trained: TrainedGroup) -> list[dict[str, Any]]:
-    """Scores of the epochs, of the first run."""
-    return [history_entry(entry["epoch"], entry["score"], entry["held_out"]) for entry in trained.fitted.history]
-
-
-def history_entry(epoch: int, score: Sequence[float | None], held_out: Sequence[float | None] | None) -> dict[str, Any]:
-    """Scores of an epoch."""
-    return {"epoch": epoch, "train": score[0], "validation": None if held_out is None else held_out[0]}
-
-
-T = TypeVar("T")
-
-
-def save_estimator(estimator: Any, path: str | os.PathLike[str]) -> None:
+def save_estimator(estimator: FittedEstimator, path: str | os.PathLike[str]) -> None:
     """Write a model directory."""
-    params = {name: to_json(value) for name, value in estimator.get_params(deep=False).items()}
-    names = getattr(estimator, "feature_names_in_", None)
-    extra = {
+    is_regression = estimator._task == "regression"
+    if not is_regression and not all(isinstance(v, str | int | float | bool) for v in estimator.classes_.tolist()):
+        raise ModelFileError("Labels that are not strings, numbers or booleans cannot be saved; convert them first.")
+    names, variance, residuals = (
+        getattr(estimator, name, None) for name in ("feature_names_in_", "_residual_variance", "_residuals")
+    )
+    record = {
         "estimator": type(estimator).__name__,
-        "params": {name: value for name, value in params.items() if value is not ...},
+        "params": _params_to_json(estimator.get_params(deep=False)),
         "n_features": estimator.n_features_in_,
         "feature_names": None if names is None else [str(name) for name in names],
-        "targets": estimator._targets_to_json(),
+        "dtype": None if is_regression else estimator.classes_.dtype.str,
+        "multi_output": is_regression and estimator._is_multi_output,
         "history": estimator.history_,
         "temperature": estimator.temperature_,
         "oof_score": estimator.oof_score_,
-        "residual_variance": None if estimator._residual_variance is None else estimator._residual_variance.tolist(),
-        "residuals": None if estimator._residuals is None else [fold.tolist() for fold in estimator._residuals],
+        "residual_variance": None if variance is None else variance.tolist(),
+        "residuals": None if residuals is None else [fold.tolist() for fold in residuals],
         "search": None if estimator.tuning_ is None else finite(estimator.tuning_.to_dict()),
-        "encoding": estimator._encoding.to_dict(),
     }
-    class_names = [str(label) for label in estimator.classes_] if estimator._task == "classification" else None
-    save_model(path, estimator.ensemble_, diversity=estimator.diversity_, class_names=class_names, extra=extra)
+    TableModel(estimator.ensemble_, estimator._encoding, estimator.diversity_, record).save(path)
 
 
 def load_estimator(kind: type[T], path: str | os.PathLike[str]) -> T:
     """Read a model directory of `save_estimator`."""
-    ensemble = load_model(path)
-    manifest = cast(Mapping[str, Any], ensemble.manifest)
-    extra = manifest["extra"] or {}
-    if not isinstance(ensemble, Ensemble) or extra.get("estimator") != kind.__name__:
+    model = TableModel.load(path)
+    record, target = model.record, model.encoding.schema.target
+    if record.get("estimator") != kind.__name__:
         raise ModelFileError(
             f"Expected a saved {kind.__name__} in {path}, but it holds another model. Use torchace.load_model."
         )
-    estimator: Any = kind()
-    try:
-        known = estimator.get_params(deep=False)
-        estimator.set_params(**{k: _from_json(v) for k, v in extra["params"].items() if k in known})
-        estimator.n_features_in_ = int(extra["n_features"])
-        if extra["feature_names"] is not None:
-            estimator.feature_names_in_ = np.array(extra["feature_names"], dtype=object)
-        estimator._targets_from_json(extra["targets"])
-        estimator._encoding = Encoding.from_dict(extra["encoding"])
-        estimator.history_ = extra["history"]
-        estimator.temperature_, estimator.oof_score_ = float(extra["temperature"]), extra["oof_score"]
-        estimator.oof_predictions_, residuals, variance = None, extra["residuals"], extra["residual_variance"]
-        estimator._residual_variance = None if variance is None else np.array(variance, dtype=np.float64)
-        estimator._residuals = None if residuals is None else [np.array(fold, dtype=np.float64) for fold in residuals]
-        estimator.diversity_ = float(manifest["diversity"])
-        tuning = extra["search"]
-        estimator.tuning_ = None if tuning is None else TunedDiversity.from_dict(tuning)
-    except (KeyError, TypeError, ValueError, DataError) as error:
-        raise ModelFileError(
-            f"The {kind.__name__} in {path} cannot be read by this version of torchace. Save it again."
-        ) from error
-    estimator.ensemble_ = ensemble
-    return cast(T, estimator)
+    estimator = kind()
+    estimator.set_params(**{name: _from_json(value) for name, value in record["params"].items()})
+    estimator.n_features_in_ = record["n_features"]
+    if record["feature_names"] is not None:
+        estimator.feature_names_in_ = np.array(record["feature_names"], dtype=object)
+    estimator._task, estimator._num_outputs = target.task, target.num_outputs
+    estimator._is_multi_output = record["multi_output"]
+    if record["dtype"] is not None:
+        estimator.classes_ = np.array(target.classes, dtype=np.dtype(record["dtype"]))
+    estimator.ensemble_, estimator._encoding, estimator.diversity_ = model.ensemble, model.encoding, model.diversity
+    estimator.history_, estimator.temperature_ = record["history"], record["temperature"]
+    estimator.oof_score_, estimator.oof_predictions_ = record["oof_score"], None
+    variance, residuals, search = record["residual_variance"], record["residuals"], record["search"]
+    estimator._residual_variance = None if variance is None else np.array(variance)
+    estimator._residuals = None if residuals is None else [np.array(fold) for fold in residuals]
+    estimator.tuning_ = None if search is None else TunedDiversity.from_dict(search)
+    return estimator
 
 
-def to_json(value: Any) -> Any:
-    """Convert a parameter to JSON values; an ellipsis if impossible, as for a random state."""
-    value = to_python(value)
-    if isinstance(value, list):
-        items = [to_json(item) for item in value]
-        return ... if ... in items else items
-    if isinstance(value, dict):
-        pairs = [[to_json(key), to_json(item)] for key, item in value.items()]
-        return ... if any(... in pair for pair in pairs) else {"pairs": pairs}
-    return value if value is None or isinstance(value, str | int | float | bool) else ...
+def _params_to_json(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters as JSON values, without those that JSON cannot hold, such as functions."""
+    found = {}
+    for name, value in params.items():
+        value = to_python(value)
+        value = {"pairs": [list(pair) for pair in value.items()]} if isinstance(value, dict) else value
+        try:
+            json.dumps(value)
+        except TypeError:
+            continue
+        found[name] = value
+    return found
 
 
 def _from_json(value: Any) -> Any:

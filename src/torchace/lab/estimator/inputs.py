@@ -23,7 +23,7 @@ from torchace.lab.data.encoding import (
     learn_number,
     resolve_method,
 )
-from torchace.lab.data.errors import DataError, quote_all
+from torchace.lab.data.errors import DataError
 from torchace.lab.data.inference import infer_columns
 from torchace.lab.data.table_schema import Column, Schema, Target, check_columns
 
@@ -35,15 +35,12 @@ NUMBERS: dict[str, Any] = {"dtype": [np.float64, np.float32], "order": "C", "ens
 
 def read_inputs(estimator: Any, X: ArrayLike, *, reset: bool) -> NDArray[Any] | DataFrame:
     """Check samples: return numbers `(N, D)`, or a DataFrame if some of its columns are not numbers."""
-    if not reset:
-        _check_column_names(X, getattr(estimator, "feature_names_in_", None))
-    if not is_mixed(estimator, X, reset):
+    if (frame := _mixed_frame(estimator, X, reset)) is None:
         return cast(NDArray[Any], validate_data(estimator, X, reset=reset, **NUMBERS))
-    frame = as_frame(X, getattr(estimator, "feature_names_in_", None))
     validate_data(estimator, frame, reset=reset, skip_check_array=True)
-    if frame is None or not len(frame):
+    if not len(frame):
         raise ValueError("Expected at least one sample, but got a table without rows.")
-    return check_columns(frame)
+    return frame
 
 
 def read_inputs_and_targets(
@@ -53,11 +50,9 @@ def read_inputs_and_targets(
     dtype = getattr(getattr(y, "dtype", None), "numpy_dtype", None)
     if dtype is not None and not cast(Any, y).isna().any():  # a nullable type of pandas
         y = cast(Any, y).to_numpy(dtype=dtype)
-    if not is_mixed(estimator, X, reset):
+    if _mixed_frame(estimator, X, reset) is None:
         checked = validate_data(estimator, X, y, reset=reset, **NUMBERS, **options)
         return cast(tuple[NDArray[Any], NDArray[Any]], checked)
-    if y is None:
-        raise ValueError("Expected targets `y`, but got None.")
     frame = read_inputs(estimator, X, reset=reset)
     dtype = np.float64 if options.get("y_numeric") else None
     targets = check_array(y, ensure_2d=False, input_name="y", dtype=dtype)
@@ -65,28 +60,23 @@ def read_inputs_and_targets(
     return frame, targets
 
 
-def is_mixed(estimator: Any, X: Any, reset: bool) -> bool:
-    """Whether samples are a table with other columns than numbers."""
-    if not reset and hasattr(estimator, "_encoding"):
-        return not estimator._encoding.is_plain
-    if (frame := as_frame(X)) is None:
-        return False
+def _mixed_frame(estimator: Any, X: Any, reset: bool) -> DataFrame | None:
+    """Samples as a DataFrame if they are a table with other columns than numbers; None for numbers."""
+    is_fitted = not reset and hasattr(estimator, "_encoding")
+    if is_fitted and estimator._encoding.is_plain:
+        return None
+    if type(X).__module__.startswith("polars"):
+        X = X.to_pandas()
+    if not hasattr(X, "iloc") or not hasattr(X, "dtypes"):
+        if not is_fitted:
+            return None
+        import pandas as pd
+
+        X = pd.DataFrame(np.asarray(X, dtype=object), columns=list(estimator.feature_names_in_))
+    frame = check_columns(X)
     from pandas.api.types import is_numeric_dtype  # type: ignore[import-untyped]
 
-    return not all(map(is_numeric_dtype, check_columns(frame).dtypes))
-
-
-def as_frame(X: Any, names: Sequence[str] | None = None) -> DataFrame | None:
-    """Return a DataFrame of pandas or polars as one of pandas; others only with `names`."""
-    if hasattr(X, "iloc") and hasattr(X, "dtypes"):
-        return X
-    if type(X).__module__.startswith("polars"):
-        return X.to_pandas()
-    if names is None:
-        return None
-    import pandas as pd
-
-    return pd.DataFrame(np.asarray(X, dtype=object), columns=list(names))
+    return None if not is_fitted and all(map(is_numeric_dtype, frame.dtypes)) else frame
 
 
 def learn_inputs(
@@ -133,17 +123,3 @@ def check_labels(y: NDArray[Any]) -> None:
     check_classification_targets(y)
     if type_of_target(y) == "multilabel-indicator" and not np.isin(y, (0, 1)).all():
         raise ValueError(f"Expected labels `(N, L)` of 0 and 1, but got {np.unique(y)}. Convert them.")
-
-
-def _check_column_names(X: Any, expected: Sequence[str] | None) -> None:
-    """Raise an error of one sentence unless a table has the columns of the training, in order."""
-    names = list(X.columns) if hasattr(X, "columns") else None
-    if expected is None or names is None or names == list(expected) or not all(isinstance(n, str) for n in names):
-        return
-    if absent := [name for name in expected if name not in names]:
-        raise ValueError(
-            f"Expected the columns of the training data, but these are absent: {quote_all(absent)}. Add them."
-        )
-    if unknown := [name for name in names if name not in expected]:
-        raise ValueError(f"Training did not have the columns {quote_all(unknown)}. Leave them out.")
-    raise ValueError("Expected the columns in the order of the training data. Use X[estimator.feature_names_in_].")

@@ -28,21 +28,34 @@ class Hyperparameters(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    num_members: NumMembers = 10
-    members: Literal["separate", "shared", "shared_mini"] = "separate"
-    hidden: Annotated[tuple[Width, ...], Field(max_length=100, strict=False)] = (64,)
-    diversity: float | str = 0.0  # λ, or "auto"
-    epochs: Count = 100
-    batch_size: Count = 128
-    learning_rate: Positive = 3e-3
-    weight_decay: NonNegative = 1e-2
-    schedule: Literal["constant", "cosine"] | None = None  # None: constant with early stopping, else cosine
-    batches: Batches = "shared"
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    patience: Count | None = 10  # epochs; None: no early stopping
-    precision: Literal["float32", "float64"] = "float64"
-    encoding: Literal["auto", "standard", "robust", "piecewise"] = "auto"
-    device: str = "auto"
+    # descriptions are those of the command line
+    num_members: NumMembers = Field(default=10, description="Number of members.")
+    members: Literal["separate", "shared", "shared_mini"] = Field(
+        default="separate", description="Weights of the members; shared: one network with an adapter for each member."
+    )
+    hidden: Annotated[tuple[Width, ...], Field(max_length=100, strict=False)] = Field(
+        default=(64,), description="Widths of the hidden layers, such as 64 or 64,32."
+    )
+    encoding: Literal["auto", "standard", "robust", "piecewise"] = Field(
+        default="auto", description="Encoding of numbers; piecewise adds bins between quantiles."
+    )
+    diversity: float | str = Field(default=0.0, description="λ in [0, 1], or auto: choose it on validation rows.")
+    epochs: Count = Field(default=100, description="Maximum number of epochs.")
+    batch_size: Count = Field(default=128, description="Rows in a batch.")
+    learning_rate: Positive = Field(default=3e-3, description="Learning rate of AdamW.")
+    weight_decay: NonNegative = Field(default=1e-2, description="Weight decay of AdamW.")
+    schedule: Literal["constant", "cosine"] | None = Field(
+        default=None, description="By default constant with early stopping, else cosine."
+    )
+    batches: Batches = Field(
+        default="shared", description="Separate and exchanged: each member its own, without or with coupling."
+    )
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.2, description="Share of rows for choosing λ and early stopping."
+    )
+    patience: Count | None = Field(default=10, description="Epochs without improvement before training stops.")
+    precision: Literal["float32", "float64"] = Field(default="float64", description="float32 is faster on a GPU.")
+    device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: cuda if available.")
 
     @field_validator("diversity", mode="plain")
     @classmethod

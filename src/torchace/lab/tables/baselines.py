@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -33,115 +33,17 @@ IMPORTANCE_ROWS, IMPORTANCE_REPEATS = 2000, 5
 RESIDUAL_QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)
 
 
-@dataclass(frozen=True)
-class _Baselines:
-    """Functions that fit a baseline and predict rows of one part: log probabilities `(N, C)`, or numbers `(N, M)`."""
-
-    table: Table
-    plan: MemberPlan
-    seed: int
-    device: str
-
-    @property
-    def part(self) -> str:
-        """Part of the scores: test, or validation without a test part."""
-        return "test" if len(self.table.test) else "validation"
-
-    @property
-    def is_classifier(self) -> bool:
-        return self.table.task == "classification"
-
-    @property
-    def target(self) -> Tensor:
-        """Class indices `(N,)`, or scaled numbers `(N, M)`."""
-        return getattr(self.table, self.part).y
-
-    def all(self) -> Iterator[tuple[str, str, Callable[[], Tensor]]]:
-        """Name, label and function of each baseline."""
-        yield "constant", "most frequent class" if self.is_classifier else "mean", self.constant
-        yield "linear", "logistic regression" if self.is_classifier else "ridge regression", self.linear
-        yield "network", "one network", self.network
-        yield "boosting", "gradient boosting", self.boosting
-
-    def constant(self) -> Tensor:
-        y = self.table.train.y
-        if not self.is_classifier:
-            return y.mean(0).expand(len(self.target), -1)
-        counts = torch.bincount(y, minlength=self.table.num_outputs).double()
-        return (counts / counts.sum()).log().expand(len(self.target), -1)
-
-    def linear(self) -> Tensor:
-        from sklearn.linear_model import LogisticRegression, RidgeCV
-
-        model = LogisticRegression(max_iter=500) if self.is_classifier else RidgeCV(np.logspace(-3, 4, 15))
-        parts = [getattr(self.table, name).x for name in self._training_parts]
-        return self._fit(model, parts, getattr(self.table, self.part).x, MAX_LINEAR_ROWS)
-
-    def boosting(self) -> Tensor:
-        from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
-        from sklearn.multioutput import MultiOutputRegressor
-
-        kind = HistGradientBoostingClassifier if self.is_classifier else HistGradientBoostingRegressor
-        categorical = [isinstance(column, CategoryColumn) for column in self.table.encoding.columns]
-        model = kind(random_state=self.seed % 2**32, categorical_features=categorical)
-        model = model if self.is_classifier else MultiOutputRegressor(model)
-        parts = [self.table.raw[name] for name in self._training_parts]
-        return self._fit(model, parts, self.table.raw[self.part])
-
-    def network(self) -> Tensor:
-        train, validation, test = self.table.parts(self.plan, self.device)
-        plan = replace(self.plan, num_members=1)
-        options: dict[str, Any] = {"diversities": [0.0], "seeds": [self.seed], "validation": validation}
-        trained = train_members(plan, train, self.table.num_outputs, **options)
-        if (failure := trained.failure(0)) is not None:
-            raise ValueError(failure.message)
-        return _predict(trained.ensemble(0), test.x if self.part == "test" else validation.x, self.is_classifier)
-
-    @property
-    def _training_parts(self) -> tuple[str, ...]:
-        """Parts to fit on: validation rows too, which the ensemble uses for early stopping."""
-        return ("train", "validation") if self.part == "test" else ("train",)
-
-    def _fit(self, model: Any, parts: list[Tensor], rows: Tensor, limit: int | None = None) -> Tensor:
-        x = torch.cat(parts)
-        y = torch.cat([getattr(self.table, name).y for name in self._training_parts])
-        if limit is not None and len(x) > limit:
-            chosen = permutation(self.seed, "baseline", count=len(x))[:limit]
-            x, y = x[chosen], y[chosen]
-        weight = None
-        if self.table.train.weight is not None:  # of its class
-            by_class = torch.ones(self.table.num_outputs, dtype=torch.float64)
-            by_class[self.table.train.y] = self.table.train.weight
-            weight = by_class[y].numpy()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # no convergence within the iterations
-            model.fit(x.numpy(), y.numpy(), sample_weight=weight)
-        if not self.is_classifier:
-            return torch.from_numpy(np.asarray(model.predict(rows.numpy()), dtype=np.float64)).view(len(rows), -1)
-        probs = torch.from_numpy(np.asarray(model.predict_proba(rows.numpy()), dtype=np.float64))
-        found = torch.full((len(rows), self.table.num_outputs), 1e-15, dtype=torch.float64)
-        found[:, torch.from_numpy(np.asarray(model.classes_, dtype=np.int64))] = probs.clamp(min=1e-15)
-        return found.log()
-
-
 def compare_with_baselines(
-    ensemble: Ensemble,
-    table: Table,
-    plan: MemberPlan,
-    *,
-    seed: int,
-    device: str = "cpu",
-    seconds: float | None = None,
+    ensemble: Ensemble, table: Table, plan: MemberPlan, *, device: str = "cpu", seconds: float | None = None
 ) -> ModelComparison:
     """Score an ensemble and its baselines on the test part of a table, or else on the validation part.
 
     `ensemble` maps the raw matrix to logits, or to predictions in the targets' units. Differences are paired over rows.
     Errors of several targets are those of scaled ones. `seconds` is the time of the ensemble's training.
     """
-    baselines = _Baselines(table, plan, seed, device)
-    is_classifier, target, raw = baselines.is_classifier, baselines.target, table.raw[baselines.part]
-    scaler = table.target_scaler
-    unit = math.sqrt(table.target_variance)
+    part = "test" if len(table.test) else "validation"
+    is_classifier, target, raw = table.task == "classification", getattr(table, part).y, table.raw[part]
+    scaler, unit = table.target_scaler, math.sqrt(table.target_variance)
 
     def predict(rows: Tensor) -> Tensor:
         predicted = _predict(ensemble, rows, is_classifier)
@@ -150,8 +52,14 @@ def compare_with_baselines(
     losses = _cross_entropies if is_classifier else lambda found, y: (found - y).square().mean(1)
     predicted = predict(raw)
     own = losses(predicted, target)
+    baselines: tuple[tuple[str, str, Callable[[], Tensor]], ...] = (
+        ("constant", "most frequent class" if is_classifier else "mean", lambda: _constant(table, len(target))),
+        ("linear", "logistic regression" if is_classifier else "ridge regression", lambda: _linear(table, part)),
+        ("network", "one network", lambda: _network(table, plan, part, device)),
+        ("boosting", "gradient boosting", lambda: _boosting(table, part)),
+    )
     models = []
-    for name, label, fit in baselines.all():
+    for name, label, fit in baselines:
         start = time.monotonic()
         try:
             found = fit()
@@ -174,11 +82,9 @@ def compare_with_baselines(
     scores = _scores(predicted, target, unit, is_classifier)
     label = f"ensemble of {ensemble.num_members}"
     models.append(ModelScores(name=ENSEMBLE, label=label, scores=scores, seconds=seconds))
-    importances = permutation_importances(
-        lambda rows, y: float(losses(predict(rows), y).mean()), raw, target, table, seed
-    )
+    importances = _importances(lambda rows, y: float(losses(predict(rows), y).mean()), raw, target, table)
     return ModelComparison(
-        split="test" if baselines.part == "test" else "validation",
+        split=cast(Any, part),
         rows=len(target),
         loss="cross_entropy" if is_classifier else "mse",
         models=tuple(models),
@@ -187,13 +93,81 @@ def compare_with_baselines(
     )
 
 
-def permutation_importances(
-    loss: Callable[[Tensor, Tensor], float], raw: Tensor, target: Tensor, table: Table, seed: int
+# -- baselines: log probabilities (N, C) of one part, or scaled numbers (N, M) ----------------------------------------
+
+
+def _constant(table: Table, count: int) -> Tensor:
+    y = table.train.y
+    if table.task == "regression":
+        return y.mean(0).expand(count, -1)
+    counts = torch.bincount(y, minlength=table.num_outputs).double()
+    return (counts / counts.sum()).log().expand(count, -1)
+
+
+def _linear(table: Table, part: str) -> Tensor:
+    from sklearn.linear_model import LogisticRegression, RidgeCV
+
+    is_classifier = table.task == "classification"
+    model = LogisticRegression(max_iter=500) if is_classifier else RidgeCV(np.logspace(-3, 4, 15))
+    features = {name: getattr(table, name).x for name in table.raw}
+    return _fit(model, table, features, part, MAX_LINEAR_ROWS)
+
+
+def _boosting(table: Table, part: str) -> Tensor:
+    from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+    from sklearn.multioutput import MultiOutputRegressor
+
+    categorical = [isinstance(column, CategoryColumn) for column in table.encoding.columns]
+    options: dict[str, Any] = {"random_state": table.settings.seed % 2**32, "categorical_features": categorical}
+    if table.task == "classification":
+        return _fit(HistGradientBoostingClassifier(**options), table, table.raw, part)
+    return _fit(MultiOutputRegressor(HistGradientBoostingRegressor(**options)), table, table.raw, part)
+
+
+def _network(table: Table, plan: MemberPlan, part: str, device: str) -> Tensor:
+    train, validation, test = table.parts(plan, device)
+    options: dict[str, Any] = {"diversities": [0.0], "seeds": [table.settings.seed], "validation": validation}
+    trained = train_members(replace(plan, num_members=1), train, table.num_outputs, **options)
+    if (failure := trained.failure(0)) is not None:
+        raise ValueError(failure.message)
+    return _predict(trained.ensemble(0), (test if part == "test" else validation).x, table.task == "classification")
+
+
+def _fit(model: Any, table: Table, features: Mapping[str, Tensor], part: str, limit: int | None = None) -> Tensor:
+    """Fit on the training rows, and on the validation rows unless they are scored; the ensemble stops on these."""
+    parts = ("train", "validation") if part == "test" else ("train",)
+    x = torch.cat([features[name] for name in parts])
+    y = torch.cat([getattr(table, name).y for name in parts])
+    if limit is not None:
+        chosen = permutation(table.settings.seed, "baseline", count=len(x))[:limit] if len(x) > limit else slice(None)
+        x, y = x[chosen], y[chosen]
+    weight = None
+    if table.train.weight is not None:  # of its class
+        by_class = torch.ones(table.num_outputs, dtype=torch.float64)
+        by_class[table.train.y] = table.train.weight
+        weight = by_class[y].numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no convergence within the iterations
+        model.fit(x.numpy(), y.numpy(), sample_weight=weight)
+    rows = features[part].numpy()
+    if table.task == "regression":
+        return torch.from_numpy(np.asarray(model.predict(rows), dtype=np.float64)).view(len(rows), -1)
+    found = torch.full((len(rows), table.num_outputs), 1e-15, dtype=torch.float64)
+    found[:, torch.from_numpy(model.classes_)] = torch.from_numpy(model.predict_proba(rows)).double().clamp(min=1e-15)
+    return found.log()
+
+
+# -- scores -----------------------------------------------------------------------------------------------------------
+
+
+def _importances(
+    loss: Callable[[Tensor, Tensor], float], raw: Tensor, target: Tensor, table: Table
 ) -> list[tuple[str, float, float]]:
     """Mean and standard deviation of the loss's increase if a column is permuted, largest first.
 
     All parts of a date are permuted together. At most `IMPORTANCE_ROWS` rows are used.
     """
+    seed = table.settings.seed
     rows = permutation(seed, "importance", count=len(raw))[:IMPORTANCE_ROWS]
     raw, target = raw[rows], target[rows]
     before = loss(raw, target)
@@ -245,7 +219,7 @@ def _scores(predicted: Tensor, target: Tensor, unit: float, is_classifier: bool)
 
 
 def _class_details(predicted: Tensor, target: Tensor, table: Table) -> dict[str, Any]:
-    names, count = table.schema.target.class_names, table.num_outputs
+    count = table.num_outputs
     confusion = torch.bincount(target * count + predicted.argmax(1), minlength=count**2).view(count, count)
     trained = torch.bincount(table.train.y, minlength=count).tolist()
     hits, rows, answers = confusion.diagonal().tolist(), confusion.sum(1).tolist(), confusion.sum(0).tolist()
@@ -257,24 +231,16 @@ def _class_details(predicted: Tensor, target: Tensor, table: Table) -> dict[str,
             recall=hits[i] / rows[i] if rows[i] else None,
             precision=hits[i] / answers[i] if answers[i] else None,
         )
-        for i, name in enumerate(names)
+        for i, name in enumerate(table.schema.target.class_names)
     )
-    return {
-        "classes": classes,
-        "confusion": tuple(map(tuple, confusion.tolist())) if count <= MAX_CONFUSION else (),
-    }
+    return {"classes": classes, "confusion": tuple(map(tuple, confusion.tolist())) if count <= MAX_CONFUSION else ()}
 
 
 def _target_details(predicted: Tensor, target: Tensor, table: Table) -> dict[str, Any]:
     """Scores of each target in its units, and quantiles of target minus prediction."""
-    assert table.target_scaler is not None
-    details = []
-    for i, name in enumerate(table.schema.target.names):
-        unit = float(table.target_scaler.std[i])
-        values = np.quantile((target - predicted)[:, i].numpy() * unit, RESIDUAL_QUANTILES)
-        residuals: dict[str, float | None] = dict(
-            zip(map("{:g}".format, RESIDUAL_QUANTILES), values.tolist(), strict=True)
-        )
-        scores = _scores(predicted[:, i : i + 1], target[:, i : i + 1], unit, is_classifier=False)
-        details.append(TargetScores(name=name, scores=scores, residuals=residuals))
+    names, details = [f"{share:g}" for share in RESIDUAL_QUANTILES], []
+    for i, (name, scale) in enumerate(zip(table.schema.target.names, table.encoding.target_scales, strict=True)):
+        residuals = np.quantile((target - predicted)[:, i].numpy() * scale.std, RESIDUAL_QUANTILES).tolist()
+        scores = _scores(predicted[:, i : i + 1], target[:, i : i + 1], scale.std, is_classifier=False)
+        details.append(TargetScores(name=name, scores=scores, residuals=dict(zip(names, residuals, strict=True))))
     return {"targets": tuple(details)}

@@ -5,43 +5,40 @@ The working directory `NAME.work` beside it lets a killed fit resume.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, write_atomic
+from torchace._files import PARTIAL, fsync_directory, json_digest
 from torchace.lab.data import Split
-from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds, number_blocks
+from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, assign_folds, number_blocks
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
-from torchace.lab.store import OUTPUT_FILES, RunStore, RunStoreError, describe_differences, finite
+from torchace.lab.store import RunStore, RunStoreError, describe_differences, finite, read_record, write_record
 from torchace.lab.sweeps.config import hardware, versions
 from torchace.lab.tables.baselines import compare_with_baselines
 from torchace.lab.tables.model import TableModel, sample_hashes
 from torchace.lab.tables.table import Table
+from torchace.lab.tables.training import FittedEnsemble, fit_ensemble
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.evaluate import evaluate
 from torchace.lab.training.loop import CheckpointPolicy, Progress
-from torchace.lab.training.members import MemberPlan, TrainedGroup, fit_run_temperature, left_out_logits, train_members
+from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.run_group import chunk_rows
-from torchace.lab.training.scaling import assemble_ensemble
-from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
-from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem
+from torchace.lab.training.tasks import TASKS
+from torchace.lab.tuning.search import SearchCache, SearchCallback
 from torchace.saving import ModelFileError
 
 SAVE_EVERY = 30.0  # seconds
-
-
-class TrainingError(ValueError):
-    """The training ended in NaN or Inf."""
 
 
 class FitCallback(SearchCallback):
@@ -59,8 +56,6 @@ class TableFit:
     plan: MemberPlan
     diversity: float | None  # None: search λ
     out: Path
-    settings: dict[str, Any]  # of the table, for the record
-    seed: int = 0
     device: str = "cpu"
     overwrite: bool = False  # replace another model, or train this one again
     baselines: bool = True  # train baselines too, for the report
@@ -71,329 +66,241 @@ class TableFit:
         return self.out.with_name(f"{self.out.name}.work")
 
     @property
-    def _model(self) -> Path:
+    def model(self) -> Path:
+        """The model directory until it is published."""
         return self.work / "model"
 
     @property
-    def _request_file(self) -> Path:
-        return self.work / "fit.json"
+    def seed(self) -> int:
+        """Seed of the split and the training."""
+        return self.table.settings.seed
 
     def request(self) -> dict[str, Any]:
         """Return the identity of this fit: equal requests give equal models."""
-        plan = {**asdict(self.plan), "hidden": list(self.plan.hidden)}
-        del plan["network"]  # the command line has none
-        return {
+        content = {
             "data": {"name": self.table.name, "sha256": self.table.sha256},
-            "table": self.settings,
-            "plan": plan,
+            "table": asdict(self.table.settings),
+            "plan": asdict(replace(self.plan, network=None)),
             "diversity": "auto" if self.diversity is None else self.diversity,
-            "seed": self.seed,
             "baselines": self.baselines,
         }
+        return dict(json.loads(json.dumps(content)))
 
     # -- directories --------------------------------------------------------------------------------------------------
 
     def is_finished(self) -> bool:
-        """Whether the model directory is complete; refuse one with other content."""
-        if not os.path.lexists(self.out):
-            return False
-        if self.out.is_dir() and not self.out.is_symlink() and not any(self.out.iterdir()):
-            if os.path.ismount(self.out):  # rename would fail
-                raise RunStoreError(
-                    f"{self.out} is a mount point. Choose a directory in it: --out {self.out / 'model'}."
-                )
+        """Whether the model directory holds this model; refuse one with other content."""
+        is_empty = self.out.is_dir() and not self.out.is_symlink() and not any(self.out.iterdir())
+        if is_empty or not os.path.lexists(self.out):
             return False
         try:
-            record = TableModel.load(self.out).record
+            before = TableModel.load(self.out).record.get("fit")
         except (ModelFileError, OSError):
-            record = {}
-        if self.overwrite and record:
+            raise RunStoreError(f"{self.out} already holds other files. Choose another --out, or remove it.") from None
+        if self.overwrite:
             return False
-        if (before := record.get("fit")) != self.request():
-            if not record:
-                raise RunStoreError(f"{self.out} already holds other files. Choose another --out, or remove it.")
+        if before != self.request():
             how = describe_differences(before, self.request())
             raise RunStoreError(
                 f"{self.out} holds another model{how}. Replace it with --overwrite, or choose another --out."
             )
         return True
 
-    @contextlib.contextmanager
+    @contextmanager
     def lock(self) -> Iterator[None]:
         """Lock the working directory; refuse one of another fit."""
-        self._check_work()  # before the lock file is written
+        self._stored_request()  # before the lock file is written
         with RunStore(self.work).lock():
-            self._check_work()
-            if self._request_file.exists() and self._stored_request() != self.request():  # checked: to be overwritten
-                self._remove_files(keep=("lock",))
-            if self.is_finished():
-                self.remove_work()
-                raise RunStoreError(f"Another process has finished {self.out}. Repeat the command to show it.")
-            if not self._request_file.exists():
+            before = self._stored_request()
+            if before not in (None, self.request()):
+                if not self.overwrite:
+                    how = describe_differences(before, self.request())
+                    raise RunStoreError(
+                        f"{self.work} holds another fit, unfinished{how}. Add --overwrite, or choose another --out."
+                    )
+                self._clear_work(keep="lock")
+                before = None
+            if before is None:
                 started = datetime.now(UTC).isoformat(timespec="seconds")
-                content = {"request": self.request(), "started": started}
-                write_atomic(self._request_file, json.dumps(content, indent=1).encode())
+                write_record(self.work / "fit.json", {"request": self.request(), "started": started})
             yield
 
-    def _check_work(self) -> None:
-        """Refuse a working directory with other content, because it is removed at the end."""
-        if self._request_file.exists():
-            before = self._stored_request()
-            if before != self.request() and not self.overwrite:
-                how = describe_differences(before, self.request())
-                raise RunStoreError(
-                    f"{self.work} holds another fit, unfinished{how}. Add --overwrite, or choose another --out."
-                )
-        elif self.work.is_dir():
-            # a killed process may leave its lock and a partial fit.json
-            foreign = [name for name in sorted(os.listdir(self.work)) if name != "lock" and not name.endswith(PARTIAL)]
-            if foreign:
-                raise RunStoreError(
-                    f"{self.work}, the working directory of this fit, already holds other files ({foreign[0]!r}). "
-                    "Choose another --out."
-                )
-
     def _stored_request(self) -> Any:
-        try:
-            return read_json(self._request_file)["request"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        """Request of the fit in the working directory, None if it is new; refuse other content."""
+        if (self.work / "fit.json").exists():
+            return read_record(self.work / "fit.json", str(self.work))["request"]
+        # a killed process may leave its lock and a partial fit.json
+        names = sorted(os.listdir(self.work)) if self.work.is_dir() else []
+        if foreign := [name for name in names if name != "lock" and not name.endswith(PARTIAL)]:
+            raise RunStoreError(
+                f"{self.work}, the working directory of this fit, already holds other files ({foreign[0]!r}). "
+                "Choose another --out."
+            )
+        return None
+
+    def _clear_work(self, keep: str = "") -> None:
+        names = [name for name in os.listdir(self.work) if name not in (keep, "fit.json")]
+        for name in (*names, "fit.json"):  # last: it marks the rest as ours
+            path = self.work / name
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
     def publish(self) -> None:
-        """Move model, results and report to the model directory."""
-        for name in ("experiment.json", "runs", "report"):
-            source, copy = self.work / name, self._model / name
-            if source.is_dir():
-                # a leading dot marks partial files of a killed process
-                shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
-            elif source.exists():
-                shutil.copyfile(source, copy)
-        for folder, _, files in os.walk(self._model):
-            for file in files:
-                with open(Path(folder) / file, "rb") as stream:
-                    os.fsync(stream.fileno())
-            fsync_directory(Path(folder))
-        old = self.work / "replaced"
+        """Rename the finished directory, and remove the working directory."""
         if self.overwrite and self.out.exists():
-            os.rename(self.out, old)
-        os.rename(self._model, self.out)
+            shutil.rmtree(self.work / "replaced", ignore_errors=True)
+            os.rename(self.out, self.work / "replaced")
+        os.rename(self.model, self.out)
         fsync_directory(self.out.parent)
-        if old.exists():
-            shutil.rmtree(old)
         self.remove_work()
 
     def remove_work(self) -> None:
         """Remove the working directory if it belongs to this fit."""
-        try:
-            self._check_work()
-        except ValueError:
-            return
-        with contextlib.suppress(OSError):
-            self._remove_files()
-            self.work.rmdir()
-
-    def _remove_files(self, keep: Collection[str] = ()) -> None:
-        last = (self._request_file.name, "lock")  # last: the request marks the rest as ours
-        names = [path.name for path in self.work.glob(f".*{PARTIAL}")] + list(OUTPUT_FILES)
-        for name in (*(name for name in names if name not in last), *last):
-            path = self.work / name
-            if name not in keep:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        with suppress(RunStoreError):  # other content
+            if self.work.is_dir() and self._stored_request() in (None, self.request()):
+                self._clear_work()
+                self.work.rmdir()
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def train(self, callback: FitCallback | None = None, stop: Callable[[], bool] = lambda: False) -> None:
         """Search λ, train and score the model, and write the result files; `Interrupted` if `stop` returns True."""
-        callback, start = callback or FitCallback(), time.monotonic()
-        store = RunStore(self.work)
-        for leftover in self.work.glob(f".{self._model.name}.*{PARTIAL}"):  # of a killed process
-            shutil.rmtree(leftover)
-        store.clean([])
-        train, validation, test = self.table.parts(self.plan, self.device)
-        tuned, diversity = None, self.diversity
-        if diversity is None:
-            tuned = self._search(train, validation, test).run(callback, stop)
-            diversity = tuned.diversity
-        run = RunKey("model", diversity, self.seed)
+        callback, start, search = callback or FitCallback(), time.monotonic(), None
+        diversity = self.diversity
+        if diversity is None:  # seed + 1: the search must not use the model's seed
+            cache = SearchCache(self.work / "search", SAVE_EVERY)
+            grid = self.table.grid_search(self.plan, self.device, self.seed + 1, cache=cache, end_early=True)
+            tuned = grid.run(callback, stop)
+            search, diversity = tuned.to_dict(), tuned.diversity
+        run, store = RunKey("model", diversity, self.seed), RunStore(self.model)
+        if store.is_finished(run):
+            shutil.rmtree(self.model / "report", ignore_errors=True)  # of a killed process
+            store.clean([])
+            return
+        shutil.rmtree(self.model, ignore_errors=True)
         owner = {"runs": [[run.arm, run.diversity, run.seed]], "config_sha256": json_digest(self.request())}
         checkpoints = Checkpoints(self.work / "checkpoints" / "model", owner=owner)
-        if not store.is_finished(run) or not self._model.exists():
-            folds = self._fold_split(train, validation, diversity)
-            trained = train_members(
-                self.plan,
-                train if folds is None else folds.train,
-                self.table.num_outputs,
-                diversities=[diversity],
-                seeds=[self.seed],
-                validation=validation if folds is None else folds.validation,
-                left_out=None if folds is None else folds.left_out,
-                checkpoint_policy=CheckpointPolicy(checkpoints, None, SAVE_EVERY),
-                on_progress=callback.on_step,
-                stop=stop,
-            )
-            comparison = self._save(store, run, trained, tuned, validation, folds)
-        else:
-            comparison = TableModel.load(self._model).record.get("comparison")
-        checkpoints.remove()
-        store.write_experiment(self._experiment(run, tuned, comparison, time.monotonic() - start))
-
-    def _fold_split(self, train: Split, validation: Split, diversity: float) -> FoldSplit | None:
-        """Training and validation rows for members that leave out folds; None: stop on the validation rows.
-
-        Every row is left out by the same number of members, so that its scores are those of an ensemble.
-        """
-        plan = self.plan
-        whole = plan.num_members % NUM_FOLDS == 0 and not plan.has_shared_weights and plan.batches == "shared"
-        whole = whole and len(train) + len(validation) >= MIN_FOLD_ROWS and len(self.table.test) > 0
-        if plan.patience is None or diversity != 0 or train.weight is not None or not whole:
-            return None
-        samples = Split(torch.cat([train.x, validation.x]), torch.cat([train.y, validation.y]))
-        folds = assign_folds(number_blocks(samples.x.double()), samples.y, seed=self.seed)
-        return FoldSplit.make(samples, folds, plan.num_members)
-
-    def _search(self, train: Split, validation: Split, test: Split) -> GridSearch:
-        # seed + 1: the search must not use the model's seed
-        return GridSearch(
-            SearchProblem(self.plan, train, validation, self.table.num_outputs, self.seed + 1),
-            test=test if len(test) else None,
-            score_scale=self.table.target_variance,
-            cache=SearchCache(self.work / "search", SAVE_EVERY),
-            end_early=True,
+        fitted = self._fit(
+            diversity,
+            checkpoint_policy=CheckpointPolicy(checkpoints, None, SAVE_EVERY),
+            on_progress=callback.on_step,
+            stop=stop,
         )
-
-    def _save(
-        self,
-        store: RunStore,
-        run: RunKey,
-        trained: TrainedGroup,
-        tuned: TunedDiversity | None,
-        validation: Split,
-        folds: FoldSplit | None,
-    ) -> dict[str, Any] | None:
-        """Save the model, then its result file, which marks the run as finished; return the comparison."""
-        if (failure := trained.failure(0)) is not None:
-            member = "" if failure.member is None else f", member {failure.member}"
-            raise TrainingError(
-                f"The model's training (λ={run.diversity:g}, seed {run.seed}{member}) ended at step {failure.step} "
-                f"with {failure.message}. Try a smaller --learning-rate."
-            )
-        table, fitted = self.table, trained.fitted
-        temperature = 1.0
-        if self.plan.has_temperature:
-            left_out = None if folds is None else folds.left_out
-            temperature = fit_run_temperature(trained, validation if folds is None else folds.validation, left_out)
-        ensemble = assemble_ensemble(table.encoding.encoder(), trained.ensemble(0), table.target_scaler, temperature)
-        scores, arrays = self._evaluate(trained, temperature, folds)
-        record = {
-            "fit": self.request(),
-            "search": None if tuned is None else tuned.to_dict(),
-            "scores": scores,
-            "folds": None if folds is None else NUM_FOLDS,
-            "temperature": temperature,
-            "best_epoch": None if fitted.best_epochs is None else fitted.best_epochs[0],
-            "rows": {"train": len(table.train), "validation": len(table.validation), "test": len(table.test)},
-            "row_hashes": sample_hashes(torch.cat([table.raw["train"], table.raw["validation"]])),
-        }
+        scores, arrays = self._evaluate(fitted)
         comparison = None
         if self.baselines:
-            options: dict[str, Any] = {"seed": self.seed, "device": self.device, "seconds": fitted.seconds}
-            compared = compare_with_baselines(ensemble, table, self.plan, **options)
-            comparison = compared.model_dump(mode="json")
-            # equal fits have equal manifests: no seconds
-            record["comparison"] = compared.model_dump(mode="json", exclude={"models": {"__all__": {"seconds"}}})
-        if self._model.exists():  # of a killed process
-            shutil.rmtree(self._model)
-        TableModel(ensemble, table.encoding, run.diversity, finite(record)).save(self._model)
-        metric = "train_cross_entropy" if table.task == "classification" else "train_mse"
-        content = {
-            "run": run.id,
-            "arm": run.arm,
-            "diversity": run.diversity,
-            "seed": run.seed,
-            "num_members": self.plan.num_members,
-            "batches": self.plan.batches,
-            "status": "finished",
-            "metrics": scores,
-            "history": [
-                {"epoch": entry["epoch"], "step": entry["step"], metric: entry["score"][0]} for entry in fitted.history
-            ],
-            "steps": trained.train_config.steps,
-            "seconds": fitted.seconds,
-            "parameters": sum(p.numel() for p in ensemble.parameters()),
-            "job": run.arm,
-            "versions": versions(),
-            **hardware(self.device),
+            options: dict[str, Any] = {"device": self.device, "seconds": fitted.trained.fitted.seconds}
+            comparison = compare_with_baselines(fitted.ensemble, self.table, self.plan, **options)
+        best_epochs, table = fitted.trained.fitted.best_epochs, self.table
+        record = {
+            "fit": self.request(),
+            "search": search,
+            "scores": scores,
+            "folds": None if fitted.left_out is None else NUM_FOLDS,
+            "temperature": fitted.temperature,
+            "best_epoch": None if best_epochs is None else best_epochs[0],
+            "rows": {name: len(rows) for name, rows in table.rows.items()},
+            "row_hashes": sample_hashes(torch.cat([table.raw["train"], table.raw["validation"]])),
         }
-        store.write_result(RunResult.model_validate(content), arrays)
-        return comparison
+        if comparison is not None:  # equal fits have equal manifests: no seconds
+            record["comparison"] = comparison.model_dump(mode="json", exclude={"models": {"__all__": {"seconds"}}})
+        TableModel(fitted.ensemble, table.encoding, diversity, finite(record)).save(self.model)
+        result, seconds = self._result(run, fitted, scores), time.monotonic() - start
+        store.write_experiment(self._experiment(result, search=search, comparison=comparison, seconds=seconds))
+        store.write_result(result, arrays)  # marks the run as finished
 
-    def _evaluate(
-        self, trained: TrainedGroup, temperature: float, folds: FoldSplit | None
-    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def _fit(self, diversity: float, **options: Any) -> FittedEnsemble:
+        """Train, and stop on folds of the training and validation rows, or on the validation rows.
+
+        With folds, every row is left out by the same number of members, so that its scores are those of an ensemble.
+        """
+        plan, folds = self.plan, None
+        train, validation, test = self.table.parts(plan, self.device)
+        has_folds = plan.num_members % NUM_FOLDS == 0 and not plan.has_shared_weights and plan.batches == "shared"
+        has_folds = has_folds and len(train) + len(validation) >= MIN_FOLD_ROWS and len(test) > 0
+        if has_folds and plan.patience is not None and diversity == 0 and train.weight is None:
+            train = Split(torch.cat([train.x, validation.x]), torch.cat([train.y, validation.y]))
+            folds = assign_folds(number_blocks(train.x.double()), train.y, seed=self.seed)
+        return fit_ensemble(
+            plan,
+            train,
+            self.table.num_outputs,
+            self.table.encoding,
+            self.table.target_scaler,
+            diversity=diversity,
+            seed=self.seed,
+            folds=folds,
+            validation=validation if folds is None else None,
+            **options,
+        )
+
+    def _evaluate(self, fitted: FittedEnsemble) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return scores by part, in the target's units (several targets stay scaled), and the arrays of the last part.
 
         With folds, a validation row is predicted by the members that left it out.
         """
-        stacked = trained.ensemble(0).cpu().double()
-        table, scores, arrays = self.table, {}, {}
-        parts = {"validation": (table.validation, table.validation_rows), "test": (table.test, table.test_rows)}
-        for name, (part, rows) in parts.items():
-            if not len(part):
+        table, ensemble, scores, arrays = self.table, fitted.ensemble, {}, {}
+        scaler, is_single = table.target_scaler, table.num_outputs == 1
+
+        @torch.no_grad()
+        def predict(raw: Tensor, members: Tensor | None) -> Iterator[Tensor]:
+            for rows in torch.arange(len(raw)).split(chunk_rows(ensemble, ensemble.num_members)):
+                logits = ensemble(raw[rows])
+                if members is not None:
+                    logits = logits.gather(0, members[:, rows, None].expand(-1, -1, logits.shape[2]))
+                yield logits if scaler is None or is_single else scaler.transform(logits)
+
+        for name in ("validation", "test"):
+            y, members = getattr(table, name).y, None
+            if not len(y):
                 continue
-            y, scaler = part.y, table.target_scaler
-            with torch.no_grad():
-                if folds is not None and name == "validation":
-                    rows_of_part = slice(len(table.train), None)
-                    x, left_out = folds.validation.x[rows_of_part], folds.left_out[:, rows_of_part]
-                    logits = left_out_logits(trained, x, left_out)
-                else:
-                    logits = map(stacked, part.x.split(chunk_rows(stacked, stacked.num_members)))
-                logits = (chunk / temperature for chunk in logits)
-                if scaler is not None and table.num_outputs == 1:
-                    logits, y = map(scaler.inverse_transform, logits), scaler.inverse_transform(y).squeeze(1)
-                evaluation = evaluate(logits, y, task=table.task)
+            if scaler is not None and is_single:
+                y = scaler.inverse_transform(y).squeeze(1)
+            if fitted.left_out is not None and name == "validation":
+                left_out = fitted.left_out[:, -len(y) :].cpu()  # the same number of members for every row
+                members = left_out.byte().topk(int(left_out[:, 0].sum()), dim=0).indices
+            evaluation = evaluate(predict(table.raw[name], members), y, task=table.task)
             scores[name], arrays = evaluation.metrics, evaluation.arrays
             if "disputed_index" in arrays:
-                arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # from 1, as in the file
+                arrays["disputed_row"] = table.rows[name][arrays["disputed_index"]] + 1  # from 1, as in the file
         return scores, arrays
 
-    def _experiment(
-        self, run: RunKey, tuned: TunedDiversity | None, comparison: dict[str, Any] | None, seconds: float
-    ) -> ExperimentResult:
-        table, plan, target = self.table, self.plan, self.table.schema.target
-        widths = [table.train.x.shape[1], *plan.hidden, table.num_outputs]
-        parameters = sum(p.numel() for p in TableModel.load(self._model).ensemble.parameters())
-        arm = {
-            "name": run.arm,
-            "label": "the model",
-            "role": "model",
-            "num_members": plan.num_members,
-            "batches": plan.batches,
-            "network": "MLP " + "-".join(map(str, widths)),
-            "parameters": parameters,
-            "diversities": [run.diversity],
-        }
+    def _result(self, run: RunKey, fitted: FittedEnsemble, scores: dict[str, Any]) -> RunResult:
+        history, metric = fitted.trained.fitted.history, f"train_{TASKS[self.table.task].score_name}"
         content = {
+            **asdict(run),
+            "run": run.id,
+            "num_members": self.plan.num_members,
+            "batches": self.plan.batches,
+            "status": "finished",
+            "metrics": scores,
+            "history": [{"epoch": e["epoch"], "step": e["step"], metric: e["score"][0]} for e in history],
+            "steps": fitted.trained.train_config.steps,
+            "seconds": fitted.trained.fitted.seconds,
+            "parameters": sum(p.numel() for p in fitted.ensemble.parameters()),
+            "job": run.arm,
+            "versions": versions(),
+            **hardware(self.device),
+        }
+        return RunResult.model_validate(content)
+
+    def _experiment(self, result: RunResult, **content: Any) -> ExperimentResult:
+        table, target = self.table, self.table.schema.target
+        widths = [table.train.x.shape[1], *self.plan.hidden, table.num_outputs]
+        network = "MLP " + "-".join(map(str, widths))
+        arm = {"name": result.arm, "label": "the model", "role": "model", "network": network}
+        arm |= {name: getattr(result, name) for name in ("num_members", "batches", "parameters")}
+        data = {"name": table.name, "classes": target.class_names, "schema": table.description}
+        content |= {
             "name": self.out.name,
             "title": f"{target.name}, from {table.name}",
-            "description": f"{plan.num_members} networks trained jointly to predict {target.name}.",
+            "description": f"{self.plan.num_members} networks trained jointly to predict {target.name}.",
             "task": table.task,
-            "data": {
-                "name": table.name,
-                "train": len(table.train),
-                "validation": len(table.validation),
-                "test": len(table.test),
-                "classes": target.class_names,
-                "schema": table.description,
-            },
-            "arms": [arm],
-            "seeds": [run.seed],
-            "search": None if tuned is None else tuned.to_dict(),
-            "comparison": comparison,
+            "data": {**data, **{name: len(rows) for name, rows in table.rows.items()}},
+            "arms": [{**arm, "diversities": [result.diversity]}],
+            "seeds": [result.seed],
             "hardware": hardware(self.device),
             "versions": versions(),
             "config": self.request(),
-            "started": read_json(self._request_file)["started"],
-            "seconds": seconds,
+            "started": read_record(self.work / "fit.json")["started"],
         }
         return ExperimentResult.model_validate(content)

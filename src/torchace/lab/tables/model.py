@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from torchace._files import atomic_file, error_reason
-from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs, mutual_information, predictive_entropy
+from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
 from torchace.lab.data import DataError
 from torchace.lab.data.encoding import CategoryColumn, Encoding
 from torchace.lab.data.errors import arrow, first_duplicate, row_number
 from torchace.lab.data.parsing import positions, texts
 from torchace.lab.data.table_schema import get_column
 from torchace.lab.data.tables import iterate_table
-from torchace.lab.schema.values import RESULT_CONFIG, ModelComparison
 from torchace.lab.training.evaluate import Evaluation, evaluate, evaluate_regression
 from torchace.lab.training.loop import Interrupted
 from torchace.lab.training.run_group import chunk_rows, collect_chunks
@@ -36,43 +34,33 @@ from torchace.saving import ModelFileError, load_model, save_model
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
-
-def _drop_single_target(values: Tensor) -> Tensor:
-    return values[:, 0] if values.shape[1] == 1 else values  # (n,), or (n, M); the exporter does not trace squeeze
+Output = Callable[[Tensor], Tensor]  # of the members' logits or predictions (K, n, C), to values (n, ...)
 
 
-# logits (K, n, C) to values of each sample (n, ...), by task
-_OUTPUTS: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
-    "classification": {
-        "probabilities": lambda logits: ensemble_log_probs(logits).clamp_(max=0).exp_(),  # rounding may leave 1 + 4e-16
-        "entropy": partial(predictive_entropy, reduction="none"),
-        "mutual_information": partial(mutual_information, reduction="none"),
-        "disagreement": partial(disagreement, reduction="none"),
-    },
-    "multilabel": {"probabilities": partial(ensemble_probs, link="sigmoid")},
-    "regression": {
-        "prediction": lambda predictions: _drop_single_target(predictions.mean(0)),
-        "spread": lambda predictions: _drop_single_target(predictions.std(0, correction=0)),
-    },
+def _by_label(measure: Output, logits: Tensor) -> Tensor:
+    """Measure of each label, `(n, L)`: a choice between the logits 0 and z."""
+    pairs = torch.stack([torch.zeros_like(logits), logits], 3).flatten(1, 2)  # (K, n * L, 2)
+    return measure(pairs).view(logits.shape[1:])
+
+
+def log_probs(task: str, logits: Tensor) -> Tensor:
+    """Log probabilities of classes, or of labels, `(n, C)`."""
+    link = "softmax" if task == "classification" else "sigmoid"
+    return ensemble_log_probs(logits, link=link).clamp_(max=0)  # rounding may leave 1 + 4e-16
+
+
+_UNCERTAINTIES: dict[str, Output] = {
+    "entropy": partial(predictive_entropy, reduction="none"),
+    "mutual_information": partial(mutual_information, reduction="none"),
+    "disagreement": partial(disagreement, reduction="none"),
 }
-
-
+# by task
+UNCERTAINTIES: dict[str, dict[str, Output]] = {
+    "classification": _UNCERTAINTIES,
+    "multilabel": {name: partial(_by_label, measure) for name, measure in _UNCERTAINTIES.items()},
+    "regression": {"spread": lambda predictions: predictions.std(0, correction=0)},
+}
 NUM_HASHES = 1000  # of training rows, kept with the model
-
-
-class _Search(BaseModel):
-    sentence: str
-
-
-class _Record(BaseModel):
-    """Part of a model's training record that commands read."""
-
-    model_config = RESULT_CONFIG
-
-    comparison: ModelComparison | None = None
-    search: _Search | None = None
-    scores: dict[str, dict[str, Annotated[float, Field(gt=-1e300, lt=1e300)] | list[Any] | None]] | None = None
-    row_hashes: Annotated[str, Field(pattern="^([0-9a-f]{16})*$")] = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,28 +95,13 @@ class TableModel:
             encoding = Encoding.from_dict(record.pop("encoding"))
         except DataError as error:
             raise ModelFileError(f"The description of the table in {path} cannot be read: {error}") from error
-        try:
-            with torch.no_grad():
-                shape = ensemble(torch.zeros(1, len(encoding.columns), dtype=torch.float64)).shape[1:]
-        except (RuntimeError, ValueError):
-            shape = torch.Size()
-        if shape != (1, encoding.schema.target.num_outputs):
-            raise ModelFileError(f"The ensemble in {path} does not fit the description of its table. Train it again.")
-        try:
-            _Record.model_validate(record)
-        except ValidationError as error:
-            raise ModelFileError(f"The training record in {path} cannot be read. Train the model again.") from error
         return cls(ensemble, encoding, manifest["diversity"], record)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a model directory, completely or not at all."""
-        save_model(
-            path,
-            self.ensemble,
-            diversity=self.diversity,
-            class_names=self.encoding.schema.target.class_names if self.is_classifier else None,
-            extra={**self.record, "encoding": self.encoding.to_dict()},
-        )
+        target, extra = self.encoding.schema.target, {**self.record, "encoding": self.encoding.to_dict()}
+        names = target.class_names if target.task == "classification" else None
+        save_model(path, self.ensemble, diversity=self.diversity, class_names=names, extra=extra)
 
     @property
     def is_classifier(self) -> bool:
@@ -136,9 +109,16 @@ class TableModel:
         return self.encoding.schema.target.task != "regression"
 
     @property
-    def outputs(self) -> dict[str, Callable[[Tensor], Tensor]]:
+    def outputs(self) -> dict[str, Output]:
         """Functions of the members' logits or predictions, by name."""
-        return _OUTPUTS[self.encoding.schema.target.task]
+        target = self.encoding.schema.target
+        if self.is_classifier:
+            uncertainties = UNCERTAINTIES[target.task] if target.task == "classification" else {}
+            return {"probabilities": lambda logits: log_probs(target.task, logits).exp_(), **uncertainties}
+        outputs: dict[str, Output] = {"prediction": partial(torch.mean, dim=0), **UNCERTAINTIES[target.task]}
+        if target.num_outputs > 1:
+            return outputs
+        return {name: partial(lambda function, p: function(p)[:, 0], output) for name, output in outputs.items()}
 
     def logits(self, frame: DataFrame) -> Tensor:
         """Return the members' logits `(K, N, C)`, or predictions `(K, N, M)`."""
@@ -154,25 +134,26 @@ class TableModel:
         """Return predictions and their uncertainty, one row for each row of `frame`.
 
         Columns for classes: `prediction`, one `probability_CLASS` each, `entropy`, `mutual_information`,
-        `disagreement`. Columns for a number: `prediction`, and `spread`, the members' standard deviation; for several,
-        `prediction_TARGET` and `spread_TARGET`.
+        `disagreement`. Columns for a number: `prediction`, and `spread`, the members' standard deviation; for several
+        numbers or labels, one column for each, such as `prediction_TARGET`.
         """
         from pandas import DataFrame
 
         if not len(frame):
             raise DataError("Expected a table with at least one row, but got none.")
-        outputs = self.outputs
-        values = collect_chunks(self._chunks(frame), len(frame), *outputs.values())
-        columns: dict[str, Any] = {name: value.numpy() for name, value in zip(outputs, values, strict=True)}
+        target, outputs = self.encoding.schema.target, self.outputs
+        found = collect_chunks(self._chunks(frame), len(frame), *outputs.values())
+        values = {name: value.numpy() for name, value in zip(outputs, found, strict=True)}
+        columns: dict[str, Any] = {}
         if self.is_classifier:
-            target, probs = self.encoding.schema.target, columns.pop("probabilities")
-            predicted: dict[str, Any] = {}
+            probs = values.pop("probabilities")
             if target.task == "classification":
-                predicted["prediction"] = target.labels(torch.from_numpy(probs.argmax(1)))
-            predicted |= {f"probability_{name}": probs[:, code] for code, name in enumerate(target.class_names)}
-            columns = predicted | columns
-        elif len(names := self.encoding.schema.target.names) > 1:
-            columns = {f"{key}_{name}": v[:, i] for i, name in enumerate(names) for key, v in columns.items()}
+                columns["prediction"] = target.labels(torch.from_numpy(probs.argmax(1)))
+            columns |= {f"probability_{name}": probs[:, code] for code, name in enumerate(target.class_names)}
+        if target.task == "classification" or len(names := target.class_names or target.names) == 1:
+            columns |= values
+        else:
+            columns |= {f"{key}_{name}": v[:, i] for i, name in enumerate(names) for key, v in values.items()}
         return DataFrame(columns, index=frame.index)
 
     def unseen_categories(self, frame: DataFrame) -> dict[str, int]:
@@ -235,19 +216,13 @@ def predict_file(
     `keep` are columns to copy from the data, `rows` is the chunk size. If `stop`, called before every chunk, returns
     True, nothing is written and `Interrupted` is raised. `unseen` counts rows with unseen categories, by column.
     """
-    writers = {".csv": _csv_writer, ".parquet": _parquet_writer}
     suffix = out.suffix.lower()
-    if suffix not in writers:
+    if suffix not in (".csv", ".parquet"):
         raise DataError(f"Expected an output file that ends in .csv or .parquet, but got {out}.")
-    if data.exists() and out.exists() and data.samefile(out):
-        raise DataError(f"Expected another output file than the input, but got {out} for both.")
-    if (twice := first_duplicate(keep)) is not None:
-        raise DataError(f"Expected each column to keep once, but got {twice!r} twice.")
     rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, max_rows=MAX_ROWS)
     chunks = _predict_chunks(model, data, keep, rows, Counter() if unseen is None else unseen)
-    first = next(chunks)  # raises errors of the table before anything is written
-    count = 0
-    with atomic_file(out) as temporary, writers[suffix](temporary) as write:
+    first, count = next(chunks), 0  # raises errors of the table before anything is written
+    with atomic_file(out) as temporary, (_write_csv if suffix == ".csv" else _write_parquet)(temporary) as write:
         for chunk in itertools.chain([first], chunks):
             if stop():
                 raise Interrupted
@@ -264,9 +239,9 @@ def _predict_chunks(
             continue
         predictions = model.predict(frame)
         unseen.update(model.unseen_categories(frame))
+        if (twice := first_duplicate([*keep, *predictions.columns])) is not None:
+            raise DataError(f"The output would have two columns named {twice!r}. Keep others, or rename that column.")
         for place, name in enumerate(keep):
-            if name in predictions.columns[place:]:
-                raise DataError(f"The column {name!r} cannot be kept: the predictions have a column of the same name.")
             predictions.insert(place, name, get_column(frame, name, "to be kept"))
         yield predictions
 
@@ -275,21 +250,18 @@ def _escape_formulas(frame: DataFrame) -> DataFrame:
     def escape(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_PREFIXES) else value
 
-    frame = frame.copy()
-    for name in frame.columns:
-        if frame[name].dtype.kind not in "biuf":
-            frame[name] = frame[name].map(escape)
-    return frame.rename(columns=escape)
+    others = frame.select_dtypes(exclude="number")
+    return frame.assign(**{name: others[name].map(escape) for name in others}).rename(columns=escape)
 
 
-@contextlib.contextmanager
-def _csv_writer(path: Path) -> Iterator[Callable[[DataFrame], None]]:
+@contextmanager
+def _write_csv(path: Path) -> Iterator[Callable[[DataFrame], None]]:
     with open(path, "w", encoding="utf-8", newline="") as file:
         yield lambda frame: frame.to_csv(file, index=False, header=file.tell() == 0, lineterminator="\n")
 
 
-@contextlib.contextmanager
-def _parquet_writer(path: Path) -> Iterator[Callable[[DataFrame], None]]:
+@contextmanager
+def _write_parquet(path: Path) -> Iterator[Callable[[DataFrame], None]]:
     pa, parquet = arrow(), arrow("pyarrow.parquet")
     writer: Any = None
 
@@ -297,8 +269,7 @@ def _parquet_writer(path: Path) -> Iterator[Callable[[DataFrame], None]]:
         nonlocal writer
         try:
             table = pa.Table.from_pandas(frame, preserve_index=False)
-            if writer is None:
-                writer = parquet.ParquetWriter(path, table.schema)
+            writer = writer or parquet.ParquetWriter(path, table.schema)
             writer.write_table(table.cast(writer.schema))
         except pa.ArrowException as error:
             raise DataError(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from sklearn.utils.class_weight import compute_sample_weight
 from torch import Tensor
 
 from torchace.lab.data import DataError, Split
@@ -18,12 +19,14 @@ from torchace.lab.data.errors import quote_all
 from torchace.lab.data.inference import infer_schema, missing_targets
 from torchace.lab.data.parsing import CellError, texts
 from torchace.lab.data.splits import train_val_test_split
-from torchace.lab.data.table_schema import Column, Schema, Target, feature_numbers
+from torchace.lab.data.table_schema import Column, Schema, Target, feature_numbers, get_column
 from torchace.lab.data.tables import read_table
 from torchace.lab.schema.results import TableSummary
 from torchace.lab.schema.values import LARGEST
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.scaling import Scaler
+from torchace.lab.tuning.grid_search import GridSearch
+from torchace.lab.tuning.search import SearchProblem
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
@@ -48,10 +51,6 @@ class TableSettings:
     skip_missing_target: bool = False
     encoding: str = "auto"  # of the numbers; see `learn_number`
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings for JSON."""
-        return {**asdict(self), "target": list(self.target), "drop": list(self.drop)}
-
 
 @dataclass(frozen=True)
 class Table:
@@ -59,14 +58,14 @@ class Table:
 
     name: str  # of the file
     sha256: str
+    settings: TableSettings
     encoding: Encoding
     train: Split  # features (N, D) in float64, with class indices (N,) or scaled targets (N, M)
     validation: Split
     test: Split
-    validation_rows: Tensor  # rows in the file, from 0
-    test_rows: Tensor
-    description: dict[str, Any]  # for the report
+    rows: Mapping[str, Tensor]  # rows of the parts in the file, from 0, by name
     raw: Mapping[str, Tensor]  # raw matrices (N, F) of the parts, by name
+    description: TableSummary  # of the training part, for the report
 
     @property
     def schema(self) -> Schema:
@@ -86,7 +85,7 @@ class Table:
     @property
     def target_scaler(self) -> Scaler | None:
         """Scaler of a regression's targets."""
-        return target_scaler(self.encoding)
+        return _target_scaler(self.encoding)
 
     @property
     def target_variance(self) -> float:
@@ -104,26 +103,21 @@ class Table:
 
         return convert(self.train), convert(self.validation), convert(self.test)
 
+    def search_problem(self, plan: MemberPlan, device: str, seed: int) -> SearchProblem:
+        """Return the training and validation parts as a problem for a search."""
+        train, validation, _ = self.parts(plan, device)
+        return SearchProblem(plan, train, validation, self.num_outputs, seed)
 
-def target_scaler(encoding: Encoding) -> Scaler | None:
-    """Return the scaler of a regression's targets; None for classes."""
+    def grid_search(self, plan: MemberPlan, device: str, seed: int, **options: Any) -> GridSearch:
+        """Return a search for λ, which measures its gain on the test part if there is one."""
+        test = self.parts(plan, device)[2] if len(self.test) else None
+        problem = self.search_problem(plan, device, seed)
+        return GridSearch(problem, test=test, score_scale=self.target_variance, **options)
+
+
+def _target_scaler(encoding: Encoding) -> Scaler | None:
     scales = torch.tensor([[scale.mean, scale.std] for scale in encoding.target_scales], dtype=torch.float64)
     return Scaler(scales[:, 0], scales[:, 1]) if len(scales) else None
-
-
-def class_weights(target: Target, weights: Mapping[str, float] | str, y: Tensor) -> Tensor:
-    """Return the weight of each sample, `(N,)`, from those of its class; `"balanced"` weighs all classes equally."""
-    if target.task != "classification":
-        raise DataError(f"Class weights need classes, but the target {target.name!r} is a number; leave them out.")
-    counts = torch.bincount(y, minlength=len(target.classes)).double()
-    if isinstance(weights, str):
-        return (len(y) / (len(counts) * counts))[y]
-    if unknown := [name for name in weights if name not in target.class_names]:
-        raise DataError(
-            f"There is no class {unknown[0]!r} of the target {target.name!r} to weigh; choose among "
-            f"{quote_all(target.class_names)}."
-        )
-    return torch.tensor([weights.get(name, 1.0) for name in target.class_names], dtype=torch.float64)[y]
 
 
 def load_table(path: Path, settings: TableSettings) -> Table:
@@ -137,30 +131,25 @@ def load_table(path: Path, settings: TableSettings) -> Table:
         frame, file_rows, skipped = frame[~missing], file_rows[torch.from_numpy(~missing)], int(missing.sum())
     drop, column = list(settings.drop), None
     if settings.split_column is not None:
-        if settings.split_column not in frame.columns:
-            names = [repr(str(name)) for name in frame.columns]
-            raise DataError(
-                f"Expected a split column of {path.name}, but got {settings.split_column!r}. Its columns are "
-                f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
-            )
         if settings.split_column in settings.target:
             raise DataError(f"The column {settings.split_column!r} cannot be both the target and the split column.")
-        column = frame[settings.split_column]
-        if settings.split_column not in drop:
-            drop.append(settings.split_column)
+        column = get_column(frame, settings.split_column, "the split column")
+        drop = list(dict.fromkeys([*drop, settings.split_column]))
     schema = infer_schema(frame, settings.target, settings.task, drop, kinds=dict(settings.kinds))
+    notes = list(schema.notes)
     if skipped:
-        note = f"{skipped} of {len(frame) + skipped} rows have no target and are skipped."
-        schema = replace(schema, notes=(note, *schema.notes))
+        notes.insert(0, f"{skipped} of {len(frame) + skipped} rows have no target and are skipped.")
     if len(schema.target.names) > 1:
-        note = "Scores over all targets are means; errors are those of targets scaled to a standard deviation of 1."
-        schema = replace(schema, notes=(*schema.notes, note))
+        notes.append(
+            "Scores over all targets are means; errors are those of targets scaled to a standard deviation of 1."
+        )
+    schema = replace(schema, notes=tuple(notes))
     targets = schema.targets(frame)
     fractions = (1 - settings.validation - settings.test, settings.validation, settings.test)
     rows = train_val_test_split(
         targets, seed=settings.seed, fractions=fractions, column=column, classes=schema.target.classes
-    )
-    train_frame = frame.iloc[rows.train.numpy()]
+    )._asdict()
+    train_frame = frame.iloc[rows["train"].numpy()]
     encoding = learn_encoding(schema, train_frame, method=settings.encoding)
     for name, scale in zip(schema.target.names, encoding.target_scales, strict=False):  # no scales for classes
         if not MIN_STD < scale.std < MAX_STD:
@@ -170,30 +159,40 @@ def load_table(path: Path, settings: TableSettings) -> Table:
             )
     raw = encoding.matrix(frame)
     features = encoding.encoder()(raw)
-    if (scaler := target_scaler(encoding)) is not None:
+    if (scaler := _target_scaler(encoding)) is not None:
         targets = scaler.transform(targets.view(len(targets), -1))
-    train, validation, test = (Split(features[part], targets[part]) for part in rows)
+    parts = {name: Split(features[part], targets[part]) for name, part in rows.items()}
     if settings.class_weight is not None:
-        train = replace(train, weight=class_weights(schema.target, settings.class_weight, train.y))
+        weight = _class_weights(schema.target, settings.class_weight, parts["train"].y)
+        parts["train"] = replace(parts["train"], weight=weight)
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    description = describe_table(schema, train_frame)
     return Table(
         path.name,
         sha256,
+        settings,
         encoding,
-        train,
-        validation,
-        test,
-        file_rows[rows.validation],
-        file_rows[rows.test],
-        description,
-        {name: raw[part] for name, part in rows._asdict().items()},
+        **parts,
+        rows={name: file_rows[part] for name, part in rows.items()},
+        raw={name: raw[part] for name, part in rows.items()},
+        description=_describe_table(schema, train_frame),
     )
 
 
-def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
-    """Summarize the target, the columns and the notes of a training table: a `TableSummary` as JSON values."""
+def _class_weights(target: Target, weights: Mapping[str, float] | str, y: Tensor) -> Tensor:
+    """Weight of each sample, `(N,)`: that of its class."""
+    if target.task != "classification":
+        raise DataError(f"Class weights need classes, but the target {target.name!r} is a number; leave them out.")
+    names = target.class_names
+    if unknown := [name for name in weights if name not in names and weights != "balanced"]:
+        raise DataError(
+            f"There is no class {unknown[0]!r} of the target {target.name!r} to weigh; choose among {quote_all(names)}."
+        )
+    by_code = weights if isinstance(weights, str) else {names.index(name): weights[name] for name in weights}
+    return torch.from_numpy(compute_sample_weight(by_code, y.numpy()))
+
+
+def _describe_table(schema: Schema, frame: DataFrame) -> TableSummary:
     used, dropped = {column.name: column for column in schema.columns}, dict(schema.dropped)
     columns: list[dict[str, Any]] = []
     for name in map(str, frame.columns):
@@ -201,10 +200,9 @@ def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
             columns.append({"name": name, **_describe_column(frame[name], used[name])})
         elif name in dropped:
             columns.append({"name": name, "kind": "dropped", "missing": _missing(frame[name]), "why": dropped[name]})
-    target: dict[str, Any] = {"name": schema.target.name, "task": schema.target.task}
-    target |= {"num_columns": len(schema.target.names), "classes": schema.target.class_names}
-    summary = TableSummary.model_validate({"target": target, "columns": columns, "notes": schema.notes})
-    return summary.model_dump(mode="json", exclude_unset=True)
+    target = {"name": schema.target.name, "task": schema.target.task, "num_columns": len(schema.target.names)}
+    target["classes"] = schema.target.class_names
+    return TableSummary.model_validate({"target": target, "columns": columns, "notes": schema.notes})
 
 
 def _describe_column(cells: Series, column: Column) -> dict[str, Any]:
