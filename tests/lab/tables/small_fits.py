@@ -47,7 +47,7 @@ def fitted(frame: pd.DataFrame, target: str, suffix: str = ".csv", **options: An
 
 def weights_digest(out: Path) -> str:
     """The SHA-256 of a model's weights."""
-    return json.loads((out / "manifest.json").read_text())["weights"]["sha256"]
+    return json.loads((out / "manifest.json").read_text())["weights_sha256"]
 
 
 def is_complete(out: Path) -> bool:
