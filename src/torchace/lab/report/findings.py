@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from torchace.diagnosis.advice import advise_diversity
 from torchace.lab.report import formats
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.results import Results
@@ -71,6 +73,32 @@ def headline(results: Results, arm: ArmSummary) -> Headline | None:
         f"{formats.count(difference.n, 'seed')}{covered}. The {split} data chose λ."
     )
     return Headline(verdict, f"{number} %", interval, detail, arm_title(arm))
+
+
+def expectation(results: Results, arm: ArmSummary) -> str:
+    """Return what the runs at λ=0 let expect of λ; empty for shared layers, or without validation data."""
+    keys = ("cross_entropy", "member_cross_entropy", "disagreement")
+    validation = [list(results.values(arm, 0.0, key, "validation").values()) for key in keys]
+    config = results.experiment.config
+    kinds = {section.get("model", {}).get("kind", "separate") for section in (config, *config.get("arms", []))}
+    epochs = [
+        run.history[(run.best_epoch or len(run.history)) - 1] for run in results.finished(arm, 0.0) if run.history
+    ]
+    train = [epoch["train_cross_entropy"] for epoch in epochs if epoch.get("train_cross_entropy") is not None]
+    if results.task.loss != keys[0] or kinds != {"separate"} or arm.num_members == 1 or not arm.parameters:
+        return ""
+    if not all([train, *validation]):
+        return ""
+    loss, member_loss, disagreement = (math.fsum(values) / len(values) for values in validation)
+    advice = advise_diversity(
+        train_loss=math.fsum(train) / len(train),
+        validation_loss=loss,
+        member_loss=member_loss,
+        disagreement=disagreement,
+        num_samples=results.arm_data(arm).train,
+        num_parameters=max(1, arm.parameters // arm.num_members),
+    )
+    return f" Expected from λ=0 alone: {advice.sentence}"
 
 
 def findings(results: Results, arm: ArmSummary) -> list[Finding]:

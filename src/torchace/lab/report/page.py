@@ -15,7 +15,7 @@ from torchace._figures import STYLE, FigureSpec, render_svg
 from torchace._files import write_atomic
 from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
-from torchace.lab.report.findings import Finding, Headline, findings, headline, missing_runs
+from torchace.lab.report.findings import Finding, Headline, expectation, findings, headline, missing_runs
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.gains import gain_figures, gain_table, has_many_arms, sweep_headline
 from torchace.lab.report.model_findings import (
@@ -63,13 +63,16 @@ def contents(results: Results) -> Page:
     for spec in specs:
         if spec != picture:
             groups.setdefault(spec.group, []).append(spec)
-    notes = [sentence for sentence in summary_sentences(results) if main and main.sentence not in sentence]
+    sentences = summary_sentences(results) if main else []
+    notes = [sentence.split(main.sentence)[-1].strip() for sentence in sentences if main]  # the headline stands above
     found = missing_runs(results)
     for arm in () if many else results.arms:
         found += model_findings(results, arm) if results.model else findings(results, arm)
     sections = [*_result_sections(results, groups, many), *_setup_sections(results)]
     filled = [replace(section, items=[item for item in section.items if item[1]]) for section in sections]
-    return Page(main, notes, picture, found, [section for section in filled if section.items])
+    return Page(
+        main, [note for note in notes if note], picture, found, [section for section in filled if section.items]
+    )
 
 
 def _result_sections(results: Results, groups: Mapping[str, list[FigureSpec]], many: bool) -> list[PageSection]:
@@ -199,7 +202,7 @@ def summary_sentences(results: Results) -> list[str]:
     for arm in () if has_many_arms(results) or results.model else results.arms:
         if main := headline(results, arm):
             name = f"{capitalize(arm.label)}. " if len(results.arms) > 1 else ""
-            found.append(f"{name}{main.sentence}")
+            found.append(f"{name}{main.sentence}{expectation(results, arm)}")
     return found
 
 
