@@ -194,7 +194,8 @@ def test_no_module_of_the_report_imports_torch() -> None:
     root = PACKAGE.parents[1]
     names = ("_extras", "_files", "_figures", "_statistics")
     shared = [*(root / f"{name}.py" for name in names), *(root / "lab/schema").glob("*.py")]
-    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", *names))
+    shared.append(root / "diagnosis/advice.py")
+    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", "diagnosis.advice", *names))
     for path in (*PACKAGE.rglob("*.py"), *shared):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
