@@ -28,6 +28,8 @@ TABLES = {  # file, target, numbers of training rows
     "vowel": ("Vowel", "Class", "[400,750]"),
     "credit": ("credit_data", "Status", "[1000,3500]"),
     "churn": ("mlc_churn", "churn", "[1000,3900]"),
+    "spam": ("spam", "type", "[1000,3600]"),
+    "hpc": ("hpc_data", "class", "[1000,3400]"),
 }
 
 
