@@ -76,17 +76,16 @@ def test_numbers_that_are_all_the_same(value):
     assert mean_and_std(np.array([np.nan])) == (0.0, 0.0)
 
 
-def test_weights_count_rows():
+def test_weights_count_rows(monkeypatch):
+    monkeypatch.setattr("torchace.lab.data.encoding.MAX_CATEGORIES", 2)
     rng = np.random.default_rng(0)
     frame = pets(60, age=rng.normal(size=60) * 1e5, size=[None, 1.0, 2.0] * 20)
     frame.loc[::7, "fur"] = None
     weights = rng.integers(0, 4, 60)
     columns, used = infer_schema(frame, "pet").columns, frame[weights > 0]
-    weighted = learn_columns(columns, used, weights[weights > 0].astype(float), max_categories=2)
+    weighted = learn_columns(columns, used, weights[weights > 0].astype(float))
     repeated = frame.loc[frame.index.repeat(weights)]
-    for one, other in zip(
-        weighted, learn_columns(columns, repeated, np.ones(len(repeated)), max_categories=2), strict=True
-    ):
+    for one, other in zip(weighted, learn_columns(columns, repeated, np.ones(len(repeated))), strict=True):
         if isinstance(one, NumberColumn):
             # sums of 60 numbers in another order
             assert (one.center, one.scale, one.knots) == (other.center, other.scale, other.knots)
@@ -154,14 +153,15 @@ def random_cells(seed: int, rows: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_features_are_those_of_the_reference(tmp_path, seed):
+def test_features_are_those_of_the_reference(tmp_path, monkeypatch, seed):
     """Learned from the first rows, applied to all; with categories beyond the limit and categories never seen."""
+    monkeypatch.setattr("torchace.lab.data.encoding.MAX_CATEGORIES", 10)
     cells = random_cells(seed, 300)
     frame = read_table(write_csv(tmp_path / "t.csv", cells))
     schema = infer_schema(frame, "y")
     kinds = {column.name: column.kind for column in schema.columns}
     assert list(kinds.values()) == ["number"] * 4 + ["category"] * 3
-    encoding = learn_encoding(schema, frame.iloc[:120], method="standard", max_categories=10)
+    encoding = learn_encoding(schema, frame.iloc[:120], method="standard")
     assert encoding.columns[5].other  # more than ten towns
     numbers = [number_features(cells[name][:120], cells[name]) for name in kinds if kinds[name] == "number"]
     categories = [category_features(cells[name][:120], cells[name], 10) for name in kinds if kinds[name] == "category"]
@@ -208,10 +208,11 @@ CODES = {
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_codes(name):
+def test_codes(name, monkeypatch):
     cells, limit, categories, other, missing = CODES[name]
+    monkeypatch.setattr("torchace.lab.data.encoding.MAX_CATEGORIES", limit)
     frame = pets(len(cells), fur=cells)
-    encoding = learn_encoding(infer_schema(frame, "pet"), frame, max_categories=limit)
+    encoding = learn_encoding(infer_schema(frame, "pet"), frame)
     assert encoding.columns[1].categories == categories
     later = pets(6, fur=["a", "b", "zebra", None, "NA", " a "], age=[1, None, "x" * 0, "NaN", 2.5, "3"])
     matrix = encoding.matrix(later)

@@ -120,6 +120,15 @@ def test_one_column_keeps_its_missing_values(tmp_path):
     assert list(read_table(tmp_path / "t.csv")["a"]) == ["1", "", "3"]
 
 
+@pytest.mark.parametrize("rows", [1, 2, 100])
+def test_regular_and_irregular_lines_in_one_file(tmp_path, rows):
+    """Regular lines are parsed by pyarrow, others by the csv module; the cells are the same."""
+    (tmp_path / "t.csv").write_text('a,b\n,\n5", x\n"m\n\nn","say ""no"""\n" z",c \n1, "x, y"\n')
+    table = list(iterate_table(tmp_path / "t.csv", rows=rows))
+    assert [cell for chunk in table for cell in chunk["a"]] == ["", '5"', "m\n\nn", " z", "1"]
+    assert [cell for chunk in table for cell in chunk["b"]] == ["", "x", 'say "no"', "c ", "x, y"]
+
+
 def test_a_header_that_only_the_first_rows_fit(tmp_path):
     """The delimiter is judged by the first rows; a later one that does not fit is named."""
     (tmp_path / "t.csv").write_text("a;b\n" + "1;2\n" * 50 + "1,2\n")

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from torchace._checks import check_count
 from torchace.lab.data.errors import DataError, quote
 from torchace.lab.data.parsing import positions, texts
 from torchace.lab.data.table_schema import STRICT, Column, Finite, Schema, check_columns, feature_numbers, get_column
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 ENCODINGS = ("auto", "standard", "robust", "piecewise")
 NUM_BINS = 8  # of a piecewise-linear encoding
 MAX_LEVELS = 16  # with a bin for each
+MAX_CATEGORIES = 50  # of a column, each with a code of its own
 LARGE_CATEGORY = 16  # categories of a column, above which their features are smaller
 MIN_COLUMNS, MIN_OVERLAP = 4, 0.5  # "auto": see `resolve_method`
 SMOOTH_LIMIT = 3.0  # of robustly scaled numbers
@@ -181,16 +181,15 @@ def _type_adapter() -> TypeAdapter[Any]:
     return TypeAdapter(Encoding)
 
 
-def learn_encoding(schema: Schema, frame: DataFrame, *, method: str = "auto", max_categories: int = 50) -> Encoding:
+def learn_encoding(schema: Schema, frame: DataFrame, *, method: str = "auto") -> Encoding:
     """Learn the encoding of a table from its training part.
 
-    `method` is one of `ENCODINGS`; see `learn_number`. Rare categories beyond `max_categories` share a code.
+    `method` is one of `ENCODINGS`; see `learn_number`. Rare categories beyond `MAX_CATEGORIES` share a code.
     """
-    check_count(max_categories, "max_categories")
     frame = check_columns(frame)
     if not len(frame):
         raise DataError("The training part has no rows; give it a larger share.")
-    columns = learn_columns(schema.columns, frame, np.ones(len(frame)), method, max_categories)
+    columns = learn_columns(schema.columns, frame, np.ones(len(frame)), method)
     scales = []
     if schema.target.task == "regression":
         targets = schema.targets(frame).view(len(frame), -1).numpy()
@@ -206,11 +205,7 @@ def learn_encoding(schema: Schema, frame: DataFrame, *, method: str = "auto", ma
 
 
 def learn_columns(
-    columns: Sequence[Column],
-    frame: DataFrame,
-    weights: NDArray[np.float64],
-    method: str = "auto",
-    max_categories: int = 50,
+    columns: Sequence[Column], frame: DataFrame, weights: NDArray[np.float64], method: str = "auto"
 ) -> tuple[NumberColumn | CategoryColumn, ...]:
     """Learn the statistics of some columns of a table, with weights `(N,)` above 0."""
     numbers = (feature_numbers(frame[column.name], column) for column in columns if column.kind == "number")
@@ -219,7 +214,7 @@ def learn_columns(
     for column in columns:
         values = get_column(frame, column.name, "in the schema")
         if column.kind == "category":
-            learned.append(_learn_category(values, weights, method, max_categories))
+            learned.append(_learn_category(values, weights, method))
         elif column.kind == "date":
             seconds = feature_numbers(values, column)
             parts = [learn_number(column.name, date_part(seconds, p), weights, method, p) for p in DATE_PARTS]
@@ -322,15 +317,15 @@ def mean_and_std(values: NDArray[np.float64], weights: NDArray[np.float64] | Non
     return float(np.ldexp(mean, exponent)), float(np.ldexp(std, exponent))
 
 
-def _learn_category(column: Series, weights: NDArray[np.float64], method: str, limit: int) -> CategoryColumn:
+def _learn_category(column: Series, weights: NDArray[np.float64], method: str) -> CategoryColumn:
     encoded = texts(column).dictionary_encode()
     known = encoded.dictionary.to_pylist()
     missing = np.asarray(encoded.indices.is_null())
     places = np.asarray(encoded.indices.fill_null(0), dtype=np.int64)
     counts = np.bincount(places[~missing], weights[~missing], minlength=len(known))
-    frequent = sorted(range(len(known)), key=lambda place: (-counts[place], known[place]))[:limit]
+    frequent = sorted(range(len(known)), key=lambda place: (-counts[place], known[place]))[:MAX_CATEGORIES]
     categories = tuple(sorted(known[place] for place in frequent))
-    has_other, has_missing = len(known) > limit, bool(missing.any())
+    has_other, has_missing = len(known) > MAX_CATEGORIES, bool(missing.any())
     size = len(categories) + has_other + has_missing
     # each of many categories has few rows: smaller features are learnt more slowly
     scale = 1.0 if method == "standard" else min(1.0, LARGE_CATEGORY / size) ** 2

@@ -65,8 +65,6 @@ class Items(TorchDataset[Any]):
         return item[0] if len(item) == 2 else tuple(item[:-1]), item[-1]
 
     def _as_tensor(self, value: Any) -> Tensor:
-        if isinstance(value, Tensor):
-            return value
         try:
             return torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):

@@ -295,8 +295,8 @@ def as_targets(y: Tensor, task: str, part: str) -> Tensor:
     bad = (~torch.isfinite(y)).any(1).nonzero().flatten()
     if len(bad):
         raise DataError(f"The {part} targets have NaN or Inf in sample {int(bad[0])}; leave such samples out.")
-    if task == "multilabel" and not bool(((y >= 0) & (y <= 1)).all()):
-        bad = ((y < 0) | (y > 1)).any(1).nonzero().flatten()
+    bad = ((y < 0) | (y > 1)).any(1).nonzero().flatten()
+    if task == "multilabel" and len(bad):
         raise DataError(
             f"The {part} labels of sample {int(bad[0])} are not between 0 and 1; give 1 where a label holds."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,13 +26,7 @@ if TYPE_CHECKING:
 SAMPLE_ROWS = 20  # that decide about the delimiter of a CSV file
 DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
 ENCODINGS = {"utf-8-sig": "UTF-8", "utf-16": "UTF-16", "cp1252": "Windows-1252"}
-FILE_ERRORS = (
-    OSError,
-    EOFError,
-    ValueError,
-    zlib.error,
-    zipfile.BadZipFile,
-)  # ValueError: Unicode, Arrow
+FILE_ERRORS = (OSError, EOFError, ValueError, csv.Error, zlib.error, zipfile.BadZipFile)  # ValueError: Unicode, Arrow
 
 
 def read_table(path: str | os.PathLike[str]) -> DataFrame:
@@ -88,31 +83,70 @@ def _check_names(names: list[str], path: Path) -> None:
 def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
     """Iterate over the rows of a CSV file, at most `rows` at a time."""
     encoding = _text_encoding(path)
-    delimiter = _find_delimiter(path, encoding)
+    delimiter, has_row_names = _find_layout(path, encoding)
+    dialect: dict[str, Any] = {"delimiter": delimiter, "skipinitialspace": True, "strict": True}
     with _open_text(path, encoding) as file:
-        reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
+        reader, previous, count = csv.reader(file, **dialect), 0, 0
         try:
-            names, first = _read_header(reader, path)
-            lines, count = chain(first, reader), 0
-            while chunk := list(islice(lines, rows)):
-                chunk = [row for row in chunk if any(row) or len(row) == len(names)]  # blank lines
-                for place, row in enumerate(chunk, count + 1):
-                    if len(row) != len(names):
-                        raise DataError(
-                            f"{path} has {len(row)} values in row {place}, but {len(names)} column names; correct that "
-                            f"row (a value with a {DELIMITERS[delimiter]} in it needs quotation marks)."
-                        )
-                count += len(chunk)
-                frame = pandas().DataFrame(chunk, columns=names, dtype="str")
+            names = _column_names(next(filter(any, reader), []), has_row_names, path)
+            previous = reader.line_num
+            while lines := list(islice(file, rows)):
+                frame = _parse_regular("".join(lines), names, delimiter)
+                if frame is None:
+                    reader = csv.reader(chain(lines, file), **dialect)
+                    frame = _parse_any(reader, len(lines), names, count, path, delimiter)
+                    previous += reader.line_num - len(lines)  # the last row may go on
+                previous += len(lines)
+                count += len(frame)
                 if encoding != "utf-8-sig":
                     frame.attrs["notes"] = [f"{path.name} is read as {ENCODINGS[encoding]} text."]
-                if chunk:
+                if len(frame):
                     yield frame
         except csv.Error as error:
             raise DataError(
-                f"{path} has a wrong quotation mark near line {reader.line_num} ({error}); close it, remove it, or "
-                "write it twice inside a quoted value."
+                f"{path} has a wrong quotation mark near line {previous + reader.line_num} ({error}); close it, remove "
+                "it, or write it twice inside a quoted value."
             ) from None
+
+
+def _parse_regular(text: str, names: list[str], delimiter: str) -> DataFrame | None:
+    """Parse lines with pyarrow; None if a row has another width or quotation marks are not around whole cells."""
+    pa, pc, pa_csv = arrow(), arrow("pyarrow.compute"), arrow("pyarrow.csv")
+    has_quotes = '"' in text
+    if has_quotes:
+        other = rf"[^{delimiter}\r\n]"
+        rest = "\n" + re.sub(rf'"(?<!{other}")[^"]*+(?:""[^"]*+)*+"(?!{other})', "", text)
+        if '"' in rest or any(f"{mark} " in rest for mark in (delimiter, "\n", "\r")):  # spaces are layout there
+            return None
+    data, kind = text.encode(), pa.large_string()
+    try:
+        table = pa_csv.read_csv(
+            pa.BufferReader(data),
+            pa_csv.ReadOptions(column_names=names, use_threads=False, block_size=len(data) + 1),
+            pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            pa_csv.ConvertOptions(column_types=dict.fromkeys(names, kind), strings_can_be_null=False),
+        )
+    except pa.ArrowInvalid:
+        return None
+    if not has_quotes:
+        table = pa.table({name: pc.utf8_ltrim(table[name], " ") for name in names})
+    return table.to_pandas()
+
+
+def _parse_any(reader: Any, lines: int, names: list[str], count: int, path: Path, delimiter: str) -> DataFrame:
+    """Parse at least this many lines, to the end of a row, which is slower; `count` rows came before."""
+    cells = []
+    for row in reader:
+        if any(row) or len(row) == len(names):  # else a blank line
+            cells.append(row)
+            if len(row) != len(names):
+                raise DataError(
+                    f"{path} has {len(row)} values in row {count + len(cells)}, but {len(names)} column names; correct "
+                    f"that row (a value with a {DELIMITERS[delimiter]} in it needs quotation marks)."
+                )
+        if reader.line_num >= lines:
+            break
+    return pandas().DataFrame(cells, columns=names, dtype="str")
 
 
 def _open_text(path: Path, encoding: str) -> IO[str]:
@@ -137,32 +171,32 @@ def _text_encoding(path: Path) -> str:
     return "utf-8-sig"
 
 
-def _find_delimiter(path: Path, encoding: str) -> str:
-    """Delimiter that gives the first rows the most columns, equally many each."""
+def _find_layout(path: Path, encoding: str) -> tuple[str, bool]:
+    """Delimiter that gives the first rows the most columns, equally many each; whether R wrote row names."""
+    widths = {}
+    for delimiter in ["\t"] if ".tsv" in path.name.lower() else DELIMITERS:
+        with _open_text(path, encoding) as file:
+            rows = filter(any, csv.reader(file, delimiter=delimiter, skipinitialspace=True))
+            widths[delimiter] = [len(row) for row in islice(rows, SAMPLE_ROWS)] or [0]
 
     def fit(delimiter: str) -> tuple[bool, int]:
-        with _open_text(path, encoding) as file:
-            reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
-            width, *others = [len(row) for row in islice(filter(any, reader), SAMPLE_ROWS)] or [0]
+        width, *others = widths[delimiter]
         return width > 1 and (set(others) <= {width} or set(others) == {width + 1}), width
 
-    return "\t" if ".tsv" in path.name.lower() else max(DELIMITERS, key=fit)
+    best = max(widths, key=fit)
+    return best, widths[best][1:2] == [widths[best][0] + 1]
 
 
-def _read_header(reader: Iterator[list[str]], path: Path) -> tuple[list[str], list[list[str]]]:
-    """Column names, also for columns without one, and the first row of data (none if there is none)."""
-    lines = filter(any, reader)
-    names = [name.strip() for name in next(lines, [])]
+def _column_names(header: list[str], has_row_names: bool, path: Path) -> list[str]:
+    names = [name.strip() for name in header]
     if names and _is_data(names):
         raise DataError(
             f"{path} seems to have no column names, since its first row is {quote(', '.join(names))}; put a row of "
             "names above it."
         )
     _check_names([name for name in names if name], path)
-    first = list(islice(lines, 1))
-    if first and len(first[0]) == len(names) + 1:  # as R writes row names
-        names = ["", *names]
-    return [name or ("row names" if i == 0 else f"column {i + 1}") for i, name in enumerate(names)], first
+    names = ["", *names] if has_row_names else names
+    return [name or ("row names" if i == 0 else f"column {i + 1}") for i, name in enumerate(names)]
 
 
 def _is_data(names: list[str]) -> bool:
