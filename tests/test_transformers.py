@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 # a no-op where the environment has installed it already
 from tests.support import torchvision_shim as torchvision_shim
 from tests.support.examples import load_example
-from torchace import adapt, functional, load_weights, save_model, stack_classifiers, transformers
+from torchace import adapt, functional, load_weights, save_model, stack_classifiers
 from torchace.metrics import EnsembleMetrics
 from torchace.nn import (
     AmendedCrossEntropyLoss,
@@ -455,11 +455,8 @@ ADAPTED = {
 }
 
 
-@pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("task", list(ADAPTED))
-def test_adapted_models_learn(task: str, in_chunks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if in_chunks:
-        monkeypatch.setattr(transformers, "LARGE_LOGITS", 1000)
+def test_adapted_models_learn(task: str, tmp_path: Path) -> None:
     hf.set_seed(0)
     make, data, options, shape = ADAPTED[task]
     ensemble = adapt(make(), 4, **options)
@@ -477,32 +474,6 @@ def test_adapted_models_learn(task: str, in_chunks: bool, tmp_path: Path, monkey
         assert (found == labels).mean() == pytest.approx(after["eval_accuracy"], abs=1e-6)
     else:
         assert (output.predictions.argmax(-1) == output.label_ids)[rows].mean() == pytest.approx(after["eval_accuracy"])
-
-
-@pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("task", ["tokens", "language model"])
-def test_chunks_of_tokens_give_the_same_loss(
-    task: str, freeze: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hf.set_seed(0)
-    make, data, options, _ = ADAPTED[task]
-    model = make().double()
-    if task == "tokens":
-        model.eval()  # without dropout
-    ensemble = adapt(model, 3, adapter="low_rank", rank=2, freeze=freeze, **options)
-    for adapter in ensemble.adapters.values():
-        nn.init.normal_(adapter.B)
-    trainer = new_trainer(ensemble, tmp_path, train=data(8), diversity=0.4)
-    batch = data(8).columns
-    results = []
-    for limit in (1 << 24, 100):
-        monkeypatch.setattr(transformers, "LARGE_LOGITS", limit)
-        assert trainer._has_large_logits(batch["labels"]) == (limit == 100)
-        loss = trainer.compute_loss(ensemble, batch)
-        trained = [p for p in ensemble.parameters() if p.requires_grad]
-        results.append((loss.detach(), *torch.autograd.grad(loss, trained, materialize_grads=True)))
-    for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-10)  # float64, sums in another order
 
 
 def test_checkpoints_of_tied_weights_resume(tmp_path: Path) -> None:

@@ -6,30 +6,19 @@ transformers is imported when `ACETrainer` is first used.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from torchace._extras import missing_extra
-from torchace.functional import (
-    average_gradients,
-    ensemble_log_probs,
-    ensemble_probs,
-    linear_amended_cross_entropy,
-)
-from torchace.nn.adapters import AdaptedEnsemble
+from torchace.functional import ensemble_log_probs, ensemble_probs
 from torchace.nn.base import EnsembleModule
 from torchace.nn.conversion import StackedClassifiers
-from torchace.nn.losses import DEFAULT_LOSSES, AmendedCrossEntropyLoss, MemberLoss, attach_loss
+from torchace.nn.losses import DEFAULT_LOSSES, MemberLoss, attach_loss
 from torchace.nn.stacked import StackedEnsemble
-from torchace.nn.stacked_state import shared_names
 
 __all__ = ["ACETrainer", "ACETrainerMixin"]
-
-LARGE_LOGITS = 1 << 24  # number of a batch's logits above which they are computed in chunks: 64 MiB in float32
 
 
 class ACETrainerMixin:
@@ -37,8 +26,7 @@ class ACETrainerMixin:
 
     `ACETrainer` is this mixin before `transformers.Trainer`; put it before your own Trainer likewise. The model is
     an ensemble that takes the batch's inputs by name, such as that of `stack_classifiers` or `adapt`. Labels go to the
-    loss, not to the model; a causal language model predicts the next token's. Where the logits of an ensemble of
-    `adapt` would be large, the loss is computed in chunks of tokens. In evaluation:
+    loss, not to the model; a causal language model predicts the next token's. In evaluation:
 
     - Predictions are the ensemble's log-probabilities, `(N, C)`, `(N, T, C)` for tokens; for `link="identity"` its
       predictions.
@@ -118,12 +106,6 @@ class ACETrainerMixin:
                 f"Expected labels under {self.label_names[0]!r} in a batch, but it has {', '.join(inputs)}. "
                 "Name them with TrainingArguments(label_names=[...])."
             )
-        if not return_outputs and self._has_large_logits(target):
-            features, target = self._features(model, inputs, target)
-            options = ("member_weights", "weight", "ignore_index", "label_smoothing", "reduction")
-            given = {name: getattr(self.ace_loss, name) for name in options}
-            head = _head_tensors(self._ensemble())
-            return linear_amended_cross_entropy(features, *head, target, self.ace_loss.diversity, **given)
         logits = model(**inputs)
         loss = self.ace_loss(*self._align(logits, target))
         return (loss, {"logits": self._predictions(logits)}) if return_outputs else loss
@@ -137,20 +119,10 @@ class ACETrainerMixin:
     ) -> tuple[None, Tensor | None, Tensor | None]:
         """Return the ensemble's log-probabilities and the labels; `evaluation_loop` adds the scores."""
         inputs, target = self._split_inputs(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
-        weights = self._ensemble().member_weights
         with torch.no_grad(), self.compute_loss_context_manager():  # type: ignore[attr-defined]
-            if prediction_loss_only and target is not None and self._has_large_logits(target):
-                features, target = self._features(model, inputs, target)
-                weight, bias = _head_tensors(self._ensemble())
-                rows = max(1, LARGE_LOGITS * len(target) // self._count_logits(target))
-                for part, labels in zip(features.split(rows, 1), target.split(rows), strict=True):
-                    logits = part @ weight.mT.to(part.dtype)
-                    logits = logits if bias is None else logits + bias.unsqueeze(1)
-                    self._metrics.update(logits, labels, member_weights=weights)
-                return None, None, None
             logits = model(**inputs)
             if target is not None and self._metrics is not None:
-                self._metrics.update(*self._align(logits, target), member_weights=weights)
+                self._metrics.update(*self._align(logits, target), member_weights=self._ensemble().member_weights)
             return (None, None, None) if prediction_loss_only else (None, self._predictions(logits), target)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,29 +172,6 @@ class ACETrainerMixin:
             return logits[..., :-1], target[:, 1:]
         return logits, self._as_loss_target(target, logits)
 
-    def _count_logits(self, target: Tensor) -> int:
-        ensemble = self._ensemble()
-        return ensemble.num_members * target.numel() * getattr(ensemble, "num_classes", 0)
-
-    def _has_large_logits(self, target: Tensor) -> bool:
-        """Whether to compute the loss from features, without all logits at once."""
-        loss = self.ace_loss
-        supported = isinstance(loss, AmendedCrossEntropyLoss) and loss.detach_others and loss.reduction != "none"
-        ensemble = self._ensemble()
-        if not supported or not isinstance(ensemble, AdaptedEnsemble) or ensemble.head is None:
-            return False
-        if ensemble.head in ensemble.adapters:  # which the features have not passed
-            return False
-        return self._count_logits(target) > LARGE_LOGITS
-
-    def _features(self, model: nn.Module, inputs: dict[str, Any], target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of the head, `(K, N·T, D)`, and their target, `(N·T,)`, for a loss in chunks of logits."""
-        with _without_head(self._ensemble()):
-            features = model(**inputs)  # (K, N, T, D)
-        if self._is_causal:
-            features, target = features[:, :, :-1], target[:, 1:]
-        return features.flatten(1, -2), target.flatten()
-
     def _as_loss_target(self, target: Tensor, logits: Tensor) -> Tensor:
         """Convert labels to floating-point numbers, with an axis for a single output."""
         if self.ace_loss.link == "softmax" or target.numel() != logits[0].numel():
@@ -234,35 +183,6 @@ class ACETrainerMixin:
         predict = ensemble_probs if ensemble.link == "identity" else ensemble_log_probs
         predictions = predict(logits.detach(), member_weights=ensemble.member_weights, link=ensemble.link)
         return predictions if predictions.ndim < 3 else predictions.movedim(1, -1)
-
-
-@contextmanager
-def _without_head(ensemble: Any) -> Iterator[None]:
-    """Let an adapted ensemble return the inputs of its head, `(K, N, ..., D)`."""
-    path, _, name = ensemble.head.rpartition(".")
-    parent, num_classes = ensemble.stacked.get_submodule(path), ensemble.num_classes
-    head = getattr(parent, name)
-    setattr(parent, name, nn.Identity())
-    ensemble.num_classes = None
-    try:
-        yield
-    finally:
-        setattr(parent, name, head)
-        ensemble.num_classes = num_classes
-
-
-def _head_tensors(ensemble: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the weight `(K, C, D)` and bias `(K, C)` of an adapted ensemble's head; a shared one expanded."""
-    head, count = ensemble.stacked.get_submodule(ensemble.head), ensemble.num_members
-
-    def expand(tensor: Tensor | None, name: str) -> Tensor | None:
-        if tensor is None or name not in shared_names(head):
-            return tensor
-        return average_gradients(tensor, count).expand(count, *tensor.shape)
-
-    weight = expand(head.weight, "weight")
-    assert weight is not None
-    return weight, expand(head.bias, "bias")
 
 
 def _is_causal_model(network: nn.Module) -> bool:

@@ -234,6 +234,18 @@ def test_frozen_layers_may_be_shared(make):
     assert sum(p.grad is not None for p in ensemble.parameters()) == (8 if make is Ensemble else 2)
 
 
+def test_shared_tensors_must_stay_constant():
+    """Unfrozen later, or statistics that every member would update."""
+    ensemble, x = Ensemble(with_shared_layer(nn.BatchNorm1d(8).requires_grad_(False))), torch.randn(5, 8)
+    with pytest.raises(ValueError, match=r"of member 1.* changed in the forward.*layer.eval\(\)"):
+        ensemble(x)
+    ensemble.eval()
+    assert torch.equal(copy.deepcopy(ensemble)(x), ensemble(x))
+    ensemble.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"'0.weight' of member 1, the same tensor in member 0"):
+        ensemble(x)
+
+
 def test_deepcopy_and_state_dict():
     ensemble = Ensemble([net(), nn.Linear(6, 3)], trunk=nn.Linear(6, 6))
     x = torch.randn(4, 6)

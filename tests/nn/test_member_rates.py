@@ -299,13 +299,15 @@ def test_ensembles_and_groups_that_cannot_have_rates_are_refused():
     plain = Ensemble(make_members())
     with pytest.raises(ValueError, match=r"none of Ensemble.*one group per member"):
         set_member_rates(SGD(plain.parameters()), plain, learning_rate=RATES)
-    ensemble = StackedEnsemble(make_members())
+    ensemble, other = StackedEnsemble(make_members()), StackedEnsemble(make_members())
     first, *rest = ensemble.parameters()
     optimizer = SGD([{"params": [first], "lr": 0.2}, {"params": rest}], lr=0.1)
     with pytest.raises(ValueError, match=r"one learning rate above 0 in all .* but got \[0.2, 0.1\]"):
         set_member_rates(optimizer, ensemble, learning_rate=RATES)
-    optimizer = SGD(ensemble.parameters())
+    optimizer = SGD([*ensemble.parameters(), *other.parameters()])
     set_member_rates(optimizer, ensemble, learning_rate=RATES)
+    with pytest.raises(ValueError, match="another ensemble"):
+        set_member_rates(optimizer, other, learning_rate=RATES)
     ensemble(batches(1)[0]).sum().backward()
     optimizer.found_inf = torch.zeros(())  # what GradScaler gives a fused optimizer
     with pytest.raises(ValueError, match="without GradScaler"):

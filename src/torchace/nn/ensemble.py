@@ -19,6 +19,7 @@ from torchace.nn.base import (
     check_shared_parameters,
     separate_features,
     stack_outputs,
+    tensor_versions,
 )
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ class Ensemble(EnsembleModule):
     Without one, the members receive the input (the paper's Algorithm 1).
 
     Args:
-        members: Modules that return logits `(N, C, ...)` of one shape. They may share frozen parameters; trained
-            ones are shared through `trunk` alone.
+        members: Modules that return logits `(N, C, ...)` of one shape. They may share frozen parameters and constant
+            buffers; trained parameters are shared through `trunk` alone.
         trunk: The part that the members share, if any.
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
@@ -48,8 +49,9 @@ class Ensemble(EnsembleModule):
     def __init__(self, members: Iterable[nn.Module], trunk: nn.Module | None = None, link: str = "softmax") -> None:
         members = as_list(members)
         check_modules(dict(enumerate(members)))
-        check_shared_parameters(members, trunk)
+        shared = check_shared_parameters(members, trunk)
         super().__init__(len(members), link)
+        self._has_shared_tensors = bool(shared)  # frozen parameters or buffers, which must stay constant
         self.trunk = trunk
         self.members = nn.ModuleList(members)
 
@@ -107,9 +109,18 @@ class Ensemble(EnsembleModule):
             **kwargs: Further input.
         """
         _checks.check_choice(batches, "batches", BATCHES)
-        return (
-            self._forward_separate(*args, **kwargs) if batches == "separate" else self._forward_shared(*args, **kwargs)
-        )
+        compute = self._forward_separate if batches == "separate" else self._forward_shared
+        if not self._has_shared_tensors or not _checks.is_eager():
+            return compute(*args, **kwargs)
+        shared = check_shared_parameters(list(self.members), self.trunk)  # they may have been unfrozen
+        before = tensor_versions(shared.values())
+        logits = compute(*args, **kwargs)
+        if tensor_versions(shared.values()) != before:
+            raise ValueError(
+                f"Expected constant buffers where members share them, but {next(iter(shared))} or another changed in "
+                "the forward, as BatchNorm's statistics do. Use layer.eval(), trunk=..., or a copy for each member."
+            )
+        return logits
 
     def _forward_shared(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.trunk is not None:

@@ -15,7 +15,7 @@ from torchace.nn.optimizers import stacked_parameters
 # A step's displacement is proportional to the learning rate.
 PROPORTIONAL = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop)
 
-_handles: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # of the hooks
+_set: weakref.WeakKeyDictionary[Optimizer, _MemberRates] = weakref.WeakKeyDictionary()
 
 
 def set_member_rates(
@@ -66,19 +66,22 @@ def set_member_rates(
             f"{type(optimizer).__name__} holds none of {type(ensemble).__name__}. For members with separate "
             "parameters, give the optimizer one group per member."
         )
+    before = _set.get(optimizer)
+    if before is not None and not before.stacked & stacked.keys():
+        raise ValueError(
+            "Expected an optimizer without member rates, but got one with rates for another ensemble. Use one "
+            "optimizer per ensemble."
+        )
     num_members = max(stacked.values())
     rates = _check_values(learning_rate, "learning_rate", num_members)
     decays = _check_values(weight_decay, "weight_decay", num_members)
     if rates is not None and not max(rates) > 0:
         raise ValueError(f"Expected a `learning_rate` above 0 for at least one member, but got {rates}.")
-    for handle in _handles.pop(optimizer, ()):
-        handle.remove()
+    if before is not None:
+        for handle in _set.pop(optimizer).handles:
+            handle.remove()
     if rates is not None or decays is not None:
-        hooks = _MemberRates(optimizer, set(stacked), rates, decays)
-        _handles[optimizer] = [
-            optimizer.register_step_pre_hook(hooks.before_step),
-            optimizer.register_step_post_hook(hooks.after_step),
-        ]
+        _set[optimizer] = _MemberRates(optimizer, set(stacked), rates, decays)
 
 
 def _check_values(values: Sequence[float] | None, name: str, num_members: int) -> list[float] | None:
@@ -109,6 +112,10 @@ class _MemberRates:
         self.options: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.gradients: list[tuple[Tensor, Tensor]] = []
         self.starts: list[tuple[Tensor, Tensor, Tensor | float]] = []
+        self.handles = [
+            optimizer.register_step_pre_hook(self.before_step),
+            optimizer.register_step_post_hook(self.after_step),
+        ]
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

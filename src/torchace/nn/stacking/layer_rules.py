@@ -228,10 +228,11 @@ def _layer_norm(
 ) -> Any:
     count = stacking.num_members
     x = to_first(input, count) if isinstance(input, Stacked) else input
+    rows = x.reshape(-1, *shape)  # contiguous: torch.compile expects wrong strides of the gradient of others
     if not isinstance(weight, Stacked) and not isinstance(bias, Stacked):
         options = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        return Stacked(func(x, shape, **options, eps=eps))
-    out = func(x, shape, eps=eps)  # without weights: once for all members where the input is plain
+        return Stacked(func(rows, shape, **options, eps=eps).view(x.shape))
+    out = func(rows, shape, eps=eps).view(x.shape)  # without weights: once for all members where the input is plain
     out = to_members(Stacked(out), count) if isinstance(input, Stacked) else out
     w, b = (pad_axes(to_members(v, count), input.ndim) if isinstance(v, Stacked) else v for v in (weight, bias))
     if w is not None:
