@@ -25,11 +25,9 @@ from torchace.lab.training.checkpoint import Checkpoints, state_digest
 
 # written by a sweep after experiment.json; the second line is of trackers
 SWEEP_FILES = (
-    *("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "weights"),
+    *("checkpoints", "jobs.json", "report", "runs", "weights"),
     *("metrics.csv", "mlflow.db", "tensorboard", "wandb"),
 )
-# written by sweeps, searches and fits
-OUTPUT_FILES = (*SWEEP_FILES, "groups", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
 
 File = TypeVar("File", bound=ResultFile)
 

@@ -546,7 +546,7 @@ def test_a_directory_in_use_is_refused(invoke: Invoke, small: Path) -> None:
     assert [path.name for path in Path("out").iterdir()] == ["lock"]
 
 
-@pytest.mark.parametrize("name", ["report/index.html", "log.jsonl", "runs/mine.json"])
+@pytest.mark.parametrize("name", ["report/index.html", "metrics.csv", "runs/mine.json"])
 def test_what_is_no_sweeps_is_not_written_over(invoke: Invoke, small: Path, name: str) -> None:
     file = Path("mine") / name
     file.parent.mkdir(parents=True)

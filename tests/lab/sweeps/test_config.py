@@ -238,3 +238,9 @@ def test_many_seeds_are_checked_in_linear_time() -> None:
     assert compared <= 2 * len(values) + len(values)  # the last: of the line above
     with pytest.raises(ValueError, match="got 7 twice"):
         _check_distinct([*range(5000), 7])
+
+
+def test_a_setting_without_its_section_is_named_with_it() -> None:
+    with pytest.raises(ConfigError, match=r"^There is no key 'epochs'. Did you mean 'train.epochs'\?$"):
+        load_experiment("digits", ["epochs=5"])
+    assert load_experiment("digits", ["name=mine"]).name == "mine"

@@ -164,9 +164,9 @@ def test_epochs_are_steps() -> None:
     ("model", "words"),
     [
         ("separate", "MLP 64-4-10"),
-        ("smoc", "MLP 64-4-10, 3 heads"),
-        ("low rank", "MLP 64-4-10, 3 heads of rank 2"),
-        ("branch", "MLP 64-4-10, branched at fc"),
+        ("smoc", "MLP 64-4-10, kind smoc"),
+        ("low rank", "MLP 64-4-10, kind smoc, rank 2"),
+        ("branch", "MLP 64-4-10, kind branch, at fc"),
         ("resnet", "ResNet-8 (2 channels)"),
     ],
 )

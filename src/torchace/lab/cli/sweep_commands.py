@@ -53,7 +53,7 @@ def run(
         directory = out or Path("runs") / loaded.name
 
         from torchace.lab.cli.progress import SweepProgress
-        from torchace.lab.sweeps.callbacks import EventLog, make_callbacks
+        from torchace.lab.sweeps.callbacks import make_callbacks
         from torchace.lab.sweeps.executor import UnfinishedRunsError, make_executor
         from torchace.lab.sweeps.sweep import Sweep
         from torchace.lab.training.loop import Interrupted
@@ -66,7 +66,7 @@ def run(
                 SweepProgress(console) as progress,
                 make_executor(loaded, device, ray=ray, parallel=parallel, rank=rank) as executor,
             ):
-                callbacks = [progress, *([] if rank else [EventLog(directory), *(tracker or ())])]
+                callbacks = [progress, *([] if rank else tracker or ())]
                 failures = Sweep(loaded, directory, executor).run(make_callbacks(callbacks, directory, loaded), stop)
         except Interrupted:
             if rank:

@@ -105,10 +105,6 @@ def _setup_sections(results: Results) -> list[PageSection]:
         data.append(("list", [note for note in table.notes if note.strip()]))
         data.append(("table", setup.column_table(table, results.data.train)))
     about: list[tuple[str, Any]] = [("table", setup.arm_table(results)), ("facts", setup.facts(results))]
-    for arm in results.arms:
-        layers = [("", arm.layers)] if arm.layers else []
-        heads = ("Layer", "Function", "Computed")
-        about.append(("table", layers and tables.make_table(f"Layers: {arm.label}", heads, layers, kinds="ttt")))
     if config := results.experiment.config:
         about.append(("code", json.dumps(config, indent=2, ensure_ascii=False, default=str)))
     return [

@@ -1,15 +1,13 @@
-"""Callbacks of a sweep, the JSONL event log, and trackers for CSV, TensorBoard, MLflow and Weights & Biases."""
+"""Callbacks of a sweep, and trackers for CSV, TensorBoard, MLflow and Weights & Biases."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ from torchace.lab.schema.results import GroupPlan, RunKey, RunResult
 from torchace.lab.schema.values import AXES
 from torchace.lab.store import flatten
 from torchace.lab.training.loop import Progress, RunProgress
-
-LOG_EVERY = 5.0  # seconds between two progress lines of a group
 
 
 class Callback:
@@ -96,64 +92,6 @@ class CallbackList(Callback):
             getattr(callback, event)(*arguments)
 
 
-class EventLog(Callback):
-    """Append events with their time to `log.jsonl`."""
-
-    def __init__(self, directory: Path) -> None:
-        self.file = directory / "log.jsonl"
-        self._last: dict[str, float] = {}
-        self._is_open = False
-
-    def on_plan(self, done: int, total: int) -> None:
-        """Log `planned`."""
-        self._write("planned", done=done, total=total)
-
-    def on_group_start(self, group: GroupPlan) -> None:
-        """Log `started`."""
-        self._write("started", job=group.id, runs=[run.id for run in group.runs])
-
-    def on_group_step(self, group: GroupPlan, progress: Progress) -> None:
-        """Log `stepped` every few seconds."""
-        now = time.monotonic()
-        if now - self._last.get(group.id, -LOG_EVERY) >= LOG_EVERY:
-            self._last[group.id] = now
-            scores = dict(zip((run.id for run in group.runs), progress.score, strict=True))
-            content = {"step": progress.step, "steps": progress.steps, f"train_{progress.metric}": scores}
-            self._write("stepped", job=group.id, **content)
-
-    def on_run_end(self, run: RunKey, result: RunResult) -> None:
-        """Log `run` with its scores."""
-        content = result.model_dump(mode="json", include={"diversity", "seed", "status", "seconds"})
-        scores = None if result.metrics is None else result.metrics.model_dump(mode="json")["test"]
-        self._write("run", run=run.id, **content, test=scores)
-
-    def on_group_end(self, group: GroupPlan, done: int) -> None:
-        """Log `finished`."""
-        self._write("finished", job=group.id, done=done)
-
-    def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
-        """Log `died`."""
-        self._write("died", job=group.id, how=reason)
-
-    def on_group_restart(self, group: GroupPlan) -> None:
-        """Log `restarted`."""
-        self._write("restarted", job=group.id)
-
-    def _write(self, event: str, **content: Any) -> None:
-        if not self._is_open:
-            _remove_partial_line(self.file)
-            self._is_open = True
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        with open(self.file, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": now, "event": event, **content}, ensure_ascii=False) + "\n")
-
-
-def _remove_partial_line(file: Path) -> None:
-    """Truncate a file that a killed process left after its last whole line."""
-    if file.exists():
-        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
-
-
 class Tracker(Callback):
     """Base class: metrics are named `SPLIT/METRIC`, such as `train/cross_entropy`; parameters `SECTION.KEY`."""
 
@@ -198,7 +136,8 @@ class _CSV(Tracker):
 
     def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
         if self._written is None:
-            _remove_partial_line(self.file)
+            if self.file.exists():  # remove a partial line of a killed process
+                os.truncate(self.file, self.file.read_bytes().rfind(b"\n") + 1)
             with open(self.file, "a+", newline="", encoding="utf-8") as file:
                 file.seek(0)
                 self._written = {(row["run"], row["step"], row["metric"]) for row in csv.DictReader(file)}

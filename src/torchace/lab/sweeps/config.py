@@ -98,6 +98,9 @@ def _override(content: dict[str, Any], override: str) -> None:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except ValueError:
         parsed = value.strip()  # a bare word: --set model.kind=smoc
+    for known, field in Experiment.model_fields.items():
+        if key not in Experiment.model_fields and key in getattr(field.annotation, "model_fields", ()):
+            raise ConfigError(f"There is no key {key!r}. Did you mean '{known}.{key}'?")
     section = content
     for part in sections:
         section = section.setdefault(part, {})

@@ -161,7 +161,6 @@ def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None
 
 
 MIN_COMPILED_STEPS = 20_000
-MAX_LAYERS = 1000  # in a report
 # settings that TrainConfig takes unchanged
 _COPIED = {field.name for field in fields(TrainConfig)} - {"steps", "optimizer", "milestones"}
 
@@ -232,30 +231,8 @@ def describe_network(model: ModelSection, data: Dataset) -> str:
         name = "MLP " + "-".join(str(width) for width in widths)
     else:
         name = f"ResNet-{model.depth}" + ("" if model.width == 16 else f" ({model.width} channels)")
-    if model.kind == "smoc" and model.num_members > 1:
-        name += f", {model.num_members} heads" + ("" if model.rank is None else f" of rank {model.rank}")
-    if model.kind == "branch":
-        name += f", branched at {model.at}"
-    if model.kind == "adapters":
-        name += f", {model.adapter_kind.replace('_', '-')} adapters" + (f" of rank {model.rank}" if model.rank else "")
-    if model.head_scale != 1:
-        name += f", initial head weights times {model.head_scale:.3g}"
-    return name
-
-
-def explain_network(network: RunGroup, x: Any) -> tuple[tuple[str, str, str], ...]:
-    """Return, for each call in a network's forward, how it is computed for all members: (layer, function, how)."""
-    network.eval().predict(x)
-    network.train()
-    stacks = {"trunk": network.trunk, "": network.members}
-    rows: list[tuple[str, str, str]] = []
-    for name, stack in stacks.items():
-        if stack is not None:
-            decision = stack.explain()
-            rows += [(f"{name}.{layer}".strip("."), function, how) for layer, function, how in decision]
-            if not decision.call_by_call:
-                rows.append((name, "whole network", f"vmap: {decision.reason}"))
-    return tuple(rows[:MAX_LAYERS])
+    options = model.model_dump(include={"kind", "at", "rank", "adapter", "head_scale"}, exclude_defaults=True)
+    return ", ".join([name, *(f"{key} {value}" for key, value in options.items())])
 
 
 def _builtin(model: ModelSection, data: Dataset | None) -> nn.Module:

@@ -23,7 +23,6 @@ from torchace.lab.sweeps.networks import (
     check_outputs,
     default_group_size,
     describe_network,
-    explain_network,
     is_compiled,
     make_train_config,
 )
@@ -139,7 +138,6 @@ class Sweep:
 
 def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary:
     """Describe an arm for the result file; building its network also validates the configuration."""
-    layers: tuple[tuple[str, str, str], ...] = ()
     if components.member is None:
         network = build_network(arm, data.dataset, [0], "cpu")
     else:
@@ -152,7 +150,6 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
                 f"train.batches: expected 'shared' for members of a user's network that share layers, but got "
                 f"{arm.train.batches!r}."
             )
-        layers = explain_network(network, x)
     if arm.train.patience is not None and data.validation is None:
         raise ConfigError("`patience` needs validation data: set `validation`, such as 0.2.")
     try:
@@ -172,7 +169,6 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
         num_members=arm.model.num_members,
         batches=arm.train.batches,
         network=describe_network(arm.model, data.dataset),
-        layers=layers,
         parameters=count_run_parameters(network),
         diversities=tuple(arm.diversities),
         axes={name: tuple(values) for name, values in arm.axes.items()},

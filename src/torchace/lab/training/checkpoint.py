@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,9 +189,11 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Remove the checkpoint of a finished training, and its folders if empty."""
-        (self.directory / MANIFEST).unlink(missing_ok=True)  # first: without it the other files are ignored
-        shutil.rmtree(self.directory, ignore_errors=True)
+        remove_partial(self.directory)
+        for file in (self.directory / MANIFEST, *self.directory.glob("state-*.safetensors")):  # the manifest first
+            file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
+            self.directory.rmdir()
             self.directory.parent.rmdir()
 
     def remove_foreign(self) -> bool:

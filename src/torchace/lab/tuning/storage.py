@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.study import Study, StudyDirection
 from sqlalchemy import URL, make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, ProgrammingError, SQLAlchemyError
 
 from torchace.lab.tuning.search import fingerprint_difference
 
@@ -80,14 +81,19 @@ def _parse_url(where: str | Path | None) -> URL | None:
 def _connect(url: URL, heartbeat: int) -> RDBStorage:
     is_sqlite = url.get_backend_name() == "sqlite"
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # Optuna formats it
+    make = partial(
+        RDBStorage,
+        text,
+        {"connect_args": {"timeout": 60}} if is_sqlite else {"pool_pre_ping": True},
+        heartbeat_interval=heartbeat,
+        grace_period=3 * heartbeat,
+        heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(RETRIES),
+    )
     try:
-        return RDBStorage(
-            text,
-            {"connect_args": {"timeout": 60}} if is_sqlite else {"pool_pre_ping": True},
-            heartbeat_interval=heartbeat,
-            grace_period=3 * heartbeat,
-            heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(RETRIES),
-        )
+        try:
+            return make()
+        except (IntegrityError, ProgrammingError, StorageInternalError):  # another process creates the tables
+            return make()
     except (ImportError, NoSuchModuleError) as error:
         package = getattr(error.__cause__, "name", None)
         advice = f"Install {package}" if package else "Use postgresql+psycopg:// or a path"
