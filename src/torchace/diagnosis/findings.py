@@ -41,6 +41,26 @@ MISCALIBRATED, BADLY_MISCALIBRATED = 0.02, 0.05  # beyond what perfect calibrati
 DOMINANT, DOMINANT_LEAD = 0.9, 0.1  # share of contested samples, and its lead over the next member's
 LOW_RECALL, CLASS_SAMPLES = 0.5, 10  # of the overall accuracy; the least samples of a class
 
+ADVICE = {
+    "collapse": "Linear heads on one feature vector that see the same samples converge for every λ < 1: branch earlier "
+    "(branch), give each member its own samples (batches='exchanged' or 'separate', sample_weight), or use fewer "
+    "members. For separate networks, raise λ.",
+    "copies": "Remove copies: they cost time and count twice. Look for a file loaded twice, a seed used twice, or "
+    "members that started from equal weights and saw the same samples.",
+    "chance": "Lower λ: the closer it is to 1, the less each member is fitted to the labels. At a low λ, check how "
+    "these members were trained.",
+    "co_adaptation": "Lower λ, and compare the accuracy of one member with that at λ=0.",
+    "gain": "Weight the members (fit_member_weights on validation predictions), or remove those that are much worse.",
+    "dominant_member": "Fit the weights on validation predictions (fit_member_weights), or use this member alone. If "
+    "it is far more confident than the others, check their calibration.",
+    "diversity_gap": "The diversity is overfitted. Lower λ, train less, and choose λ on validation data.",
+    "overconfident": "Divide the logits by a temperature above 1 fitted on validation data, use label smoothing, or "
+    "train less.",
+    "underconfident": "Averaging members that differ lowers confidence, more so for larger λ: lower λ, or divide the "
+    "logits by a temperature below 1 fitted on validation data.",
+    "classes": "Check how many training samples these classes have, and try class weights (weight=...).",
+}
+
 
 def derive_findings(
     m: Measures, train: Measures | None = None, class_names: Sequence[str] = (), num_parameters: int | None = None
@@ -56,7 +76,13 @@ def derive_findings(
                 findings.append(check_diversity(m, train, num_parameters))
     samples = m.samples if train is None else min(m.samples, train.samples)
     if samples < MIN_SAMPLES:
-        findings = [_downgrade(finding, samples) for finding in findings]
+        few = f" Based on only {samples} samples."
+        findings = [
+            replace(finding, severity="note", sentence=finding.sentence + few)
+            if finding.severity == "warning"
+            else finding
+            for finding in findings
+        ]
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
@@ -69,29 +95,18 @@ def check_collapse(m: Measures) -> Finding:
     numbers |= {"disagreement": disagreement, "open_samples": uncertain}
     finding = partial(Finding, "collapse", numbers=numbers)
     details = (
-        f"{_percent(share)} of the ensemble's uncertainty is disagreement between members (epistemic uncertainty). "
-        f"Averaging lowers the members' cross entropy by {reduction:.1%}; two members predict different classes on "
-        f"{disagreement:.2%} of the samples."
+        f"{_percent(share)} of the ensemble's uncertainty is disagreement between members. Averaging lowers their "
+        f"cross entropy by {reduction:.1%}; two members predict different classes on {disagreement:.2%} of the samples."
     )
     if uncertain < UNCERTAIN_SAMPLES and share.low < LITTLE_DIVERSITY:
-        return finding(
-            "note",
-            f"Too few uncertain samples to say whether the members differ: only {uncertain} with a confidence below "
-            f"{UNCERTAIN}. {details}",
-            "Diagnose on more, or harder, samples.",
-        )
+        few = f"only {uncertain} with a confidence below {UNCERTAIN}"
+        sentence = f"Too few uncertain samples to say whether the members differ: {few}. {details}"
+        return finding("note", sentence, "Diagnose on more, or harder, samples.")
     if share.high < COLLAPSED:
-        return finding(
-            "warning",
-            f"The members are nearly one model: {details}",
-            "Linear heads on one feature vector that see the same samples converge to each other for every λ < 1: "
-            "branch earlier (branch), give each member its own samples (batches='exchanged' or 'separate', "
-            "sample_weight), or use fewer members. For separate networks, raise λ.",
-        )
+        return finding("warning", f"The members are nearly one model: {details}", ADVICE["collapse"])
     if share.low < LITTLE_DIVERSITY:
-        return finding(
-            "note", f"The members differ little: {details}", "For more diversity, raise λ or branch earlier."
-        )
+        advice = "For more diversity, raise λ or branch earlier."
+        return finding("note", f"The members differ little: {details}", advice)
     return finding("ok", f"The members differ: {details}")
 
 
@@ -113,18 +128,13 @@ def check_diversity(m: Measures, train: Measures, num_parameters: int) -> Findin
 def check_copies(m: Measures) -> Finding:
     """Members that are the same model."""
     distance = np.maximum(m.divergence, m.divergence.T)
-    pairs = [(j, k) for j in range(m.num_members) for k in range(j + 1, m.num_members)]
-    pairs = [pair for pair in pairs if distance[pair] < COPY_DIVERGENCE]
-    finding = partial(Finding, "copies", numbers={"pairs": [list(pair) for pair in pairs]})
+    pairs = [[int(j), int(k)] for j, k in np.argwhere(np.triu(distance < COPY_DIVERGENCE, k=1))]
+    finding = partial(Finding, "copies", numbers={"pairs": pairs})
     if not pairs:
         return finding("ok", "No two members are copies of each other.")
     listed = _join([f"{j} and {k}" for j, k in pairs], 5)
-    return finding(
-        "warning",
-        f"Members {listed} predict the same: their probabilities differ by less than 0.001 on average.",
-        "Remove copies: they cost time and count twice. Look for a file loaded twice, a seed used twice, or members "
-        "that started from equal weights and saw the same samples.",
-    )
+    sentence = f"Members {listed} predict the same: their probabilities differ by less than 0.001 on average."
+    return finding("warning", sentence, ADVICE["copies"])
 
 
 def check_chance(m: Measures) -> Finding:
@@ -138,22 +148,13 @@ def check_chance(m: Measures) -> Finding:
     baseline = f"the most frequent class alone gives {m.chance:.1%}"
     if at_chance:
         best = max(accuracies[k].value for k in at_chance)
-        several = len(at_chance) > 1
-        return finding(
-            "warning",
-            f"{_name_members(at_chance)} {'are' if several else 'is'} hardly better than chance: accuracy "
-            f"{best:.1%}{' at most' if several else ''}, while {baseline}.",
-            "Lower λ: the closer it is to 1, the less each member is fitted to the labels. At a low λ, check how these "
-            "members were trained.",
-        )
+        sentence = f"Hardly better than chance: {_members(at_chance)}, with accuracy {best:.1%} at most; {baseline}."
+        return finding("warning", sentence, ADVICE["chance"])
     if unclear:
-        return finding(
-            "note",
-            f"{_name_members(unclear)} cannot be distinguished from chance on these samples: {baseline}.",
-            "Diagnose on more samples.",
-        )
+        sentence = f"Not distinguishable from chance on these samples: {_members(unclear)}; {baseline}."
+        return finding("note", sentence, "Diagnose on more samples.")
     worst = min(accuracy.value for accuracy in accuracies)
-    return finding("ok", f"Every member is better than chance: accuracy {worst:.1%} at least, while {baseline}.")
+    return finding("ok", f"Every member is better than chance: accuracy {worst:.1%} at least; {baseline}.")
 
 
 def check_co_adaptation(m: Measures) -> Finding:
@@ -164,9 +165,10 @@ def check_co_adaptation(m: Measures) -> Finding:
     drops = [float((correct - without).mean()) for without in m.without]
     best = int(m.member_correct.mean(1).argmax())
     lead = mean_interval(correct - m.member_correct[best], m.num_members)
-    drop_numbers = {"drop_one": drops, "drop_one_mean": float(np.mean(drops))}
-    numbers = {**_with_ends("alone", alone), **_with_ends("half_loss", loss), **drop_numbers}
-    finding = partial(Finding, "co_adaptation", numbers=numbers)
+    numbers = {**_with_ends("alone", alone), **_with_ends("half_loss", loss)}
+    finding = partial(
+        Finding, "co_adaptation", numbers=numbers | {"drop_one": drops, "drop_one_mean": float(np.mean(drops))}
+    )
     if proportion_interval(int(correct.sum()), m.samples).low <= m.chance:
         return finding("note", "The ensemble itself cannot be distinguished from chance on these samples.")
     details = (
@@ -174,19 +176,14 @@ def check_co_adaptation(m: Measures) -> Finding:
         f"{_percent(loss)} of it. Without one member, accuracy changes by {_points(-float(np.mean(drops)))} on average "
         f"and {_points(-max(drops))} at worst."
     )
-    weak = alone.high < ALONE
-    if weak and lead.low <= 0:
+    if alone.high >= ALONE:
+        return finding("ok", f"Each member is accurate alone: {details}")
+    if lead.low <= 0:
         return finding("note", f"The members are uneven: member {best} is as accurate as the ensemble, and {details}")
-    if weak and loss.low > HALF_LOSS:
-        return finding(
-            "warning",
-            f"The members are accurate only together (co-adaptation): {details}",
-            "Lower λ, and compare the accuracy of one member with that at λ=0: the members learned to compensate for "
-            "each other on the training data.",
-        )
-    if weak:
+    if loss.low <= HALF_LOSS:
         return finding("note", f"The members are weak alone, but do not depend on each other: {details}")
-    return finding("ok", f"Each member is accurate alone: {details}")
+    sentence = f"The members are accurate only together (co-adaptation): {details}"
+    return finding("warning", sentence, ADVICE["co_adaptation"])
 
 
 def check_gain(m: Measures) -> Finding:
@@ -197,11 +194,7 @@ def check_gain(m: Measures) -> Finding:
     finding = partial(Finding, "gain", numbers={"best_member": best, **_with_ends("gain_over_best", gain)})
     scores = f"cross entropy {m.cross_entropy.mean():.4f} against {m.member_cross_entropy[best].mean():.4f}"
     if gain.high < 0:
-        return finding(
-            "warning",
-            f"Member {best} alone is better than the ensemble: its cross entropy is lower by {-gain.value:.4f}.",
-            "Weight the members (fit_member_weights on validation predictions), or remove those that are much worse.",
-        )
+        return finding("warning", f"The ensemble is worse than member {best} alone: {scores}.", ADVICE["gain"])
     if gain.low <= 0:
         return finding("note", f"The ensemble is not clearly better than its best member, {best}: {scores}.")
     return finding("ok", f"The ensemble is better than its best member, {best}: {scores}.")
@@ -221,38 +214,27 @@ def check_dominant_member(m: Measures) -> Finding:
         return finding("ok", f"No member dominates: the predictions differ on {count} samples.")
     lead = mean_interval(agrees[first].astype(float) - agrees[second], m.num_members)
     details = f"on the {count:,} samples where members differ, the ensemble predicts as member {first} in"
-    if agreement.low > DOMINANT and lead.low > DOMINANT_LEAD:
-        weight = f" Its weight is {m.member_weights[first]:.0%}." if np.ptp(m.member_weights) > 1e-9 else ""
-        return finding(
-            "warning",
-            f"Member {first} decides alone: {details} {_percent(agreement)}, as the next member in "
-            f"{shares[second]:.0%}.{weight}",
-            f"Fit the weights on validation predictions (fit_member_weights), or use member {first} alone: the others "
-            "cost time and change little. If it is far more confident than the others, check their calibration.",
-        )
-    return finding("ok", f"No member dominates: {details} {_percent(agreement)} at most.")
+    if agreement.low <= DOMINANT or lead.low <= DOMINANT_LEAD:
+        return finding("ok", f"No member dominates: {details} {_percent(agreement)} at most.")
+    weight = f"Its weight is {m.member_weights[first]:.0%}."
+    sentence = f"Member {first} decides alone: {details} {_percent(agreement)}, the next in {shares[second]:.0%}."
+    return finding("warning", f"{sentence} {weight}", ADVICE["dominant_member"])
 
 
 def check_diversity_gap(m: Measures, train: Measures) -> Finding:
     """Diversity on training data that is gone on new data."""
     here, there = mean_interval(m.mutual_information), mean_interval(train.mutual_information)
-    numbers = {
-        **_with_ends("mutual_information", here),
-        **_with_ends("train_mutual_information", there),
-        "disagreement": float(m.disagreement.mean()),
-        "train_disagreement": float(train.disagreement.mean()),
-    }
+    differ, train_differ = float(m.disagreement.mean()), float(train.disagreement.mean())
+    numbers = {**_with_ends("mutual_information", here), **_with_ends("train_mutual_information", there)}
+    numbers |= {"disagreement": differ, "train_disagreement": train_differ}
     finding = partial(Finding, "diversity_gap", numbers=numbers)
     details = (
-        f"mutual information {here.value:.2g} on new data, {there.value:.2g} on training data. Disagreement "
-        f"{numbers['disagreement']:.2%} and {numbers['train_disagreement']:.2%}."
+        f"mutual information {here.value:.2g} on new data, {there.value:.2g} on training data; disagreement "
+        f"{differ:.2%} and {train_differ:.2%}."
     )
     if here.high < DIVERSITY_RATIO * there.low:
-        return finding(
-            "warning",
-            f"The members differ on the training data only: {details}",
-            "The diversity is overfitted. Lower λ, train less, and choose λ on validation data.",
-        )
+        sentence = f"The members differ on the training data only: {details}"
+        return finding("warning", sentence, ADVICE["diversity_gap"])
     return finding("ok", f"The members differ on new data as well: {details}")
 
 
@@ -270,47 +252,28 @@ def check_calibration(m: Measures) -> Finding:
             headline = "Too few samples to judge the ensemble's calibration"
         return finding("ok", f"{headline}: {details}")
     severity = "warning" if size > BADLY_MISCALIBRATED else "note"
-    if gap.low > 0:
-        return finding(
-            severity,
-            f"The ensemble is overconfident: {details}",
-            "Divide the logits by a temperature above 1 fitted on validation data, use label smoothing, or train less.",
-        )
-    if gap.high < 0:
-        return finding(
-            severity,
-            f"The ensemble is underconfident: {details}",
-            "Averaging members that differ lowers confidence, more so for larger λ: lower λ, or divide the logits by a "
-            "temperature below 1 fitted on validation data.",
-        )
-    return finding(
-        severity,
-        f"The ensemble is overconfident at some confidence levels and underconfident at others: {details}",
-        "See the reliability figure.",
-    )
+    if gap.low <= 0 <= gap.high:
+        sentence = f"The ensemble is overconfident at some confidence levels and underconfident at others: {details}"
+        return finding(severity, sentence, "See the reliability figure.")
+    kind = "overconfident" if gap.low > 0 else "underconfident"
+    return finding(severity, f"The ensemble is {kind}: {details}", ADVICE[kind])
 
 
 def check_member_calibration(m: Measures) -> Finding:
     """Overconfident or underconfident members; the ensemble may be calibrated nevertheless."""
-    calibrations = [_calibration(bins, m.num_members) for bins in m.member_bins]
-    errors, gaps = [error for error, _, _ in calibrations], [gap for _, _, gap in calibrations]
+    errors, _, gaps = zip(*(_calibration(bins, m.num_members) for bins in m.member_bins), strict=True)
     over = [k for k, gap in enumerate(gaps) if gap.low > MISCALIBRATED]
     under = [k for k, gap in enumerate(gaps) if gap.high < -MISCALIBRATED]
-    numbers = {"calibration_errors": errors, "overconfident": over, "underconfident": under}
+    numbers = {"calibration_errors": list(errors), "overconfident": over, "underconfident": under}
     finding = partial(Finding, "member_calibration", numbers=numbers)
     details = f"calibration error {np.mean(errors):.3f} on average."
-    if not over and not under:
-        headline = "The members are well calibrated"
-        if any(max(gap.high, -gap.low) > BADLY_MISCALIBRATED for gap in gaps):
-            headline = "Too few samples to judge the members' calibration"
-        return finding("ok", f"{headline}: {details}")
-    counts = [(len(over), "overconfident"), (len(under), "underconfident")]
-    parts = [f"{count} {'is' if count == 1 else 'are'} {what}" for count, what in counts if count]
-    return finding(
-        "note",
-        f"Of {m.num_members} members, {' and '.join(parts)}: {details}",
-        "Use the ensemble's probabilities, not a member's.",
-    )
+    if over or under:
+        sentence = f"Of {m.num_members} members, {len(over)} overconfident and {len(under)} underconfident: {details}"
+        return finding("note", sentence, "Use the ensemble's probabilities, not a member's.")
+    headline = "The members are well calibrated"
+    if any(max(gap.high, -gap.low) > BADLY_MISCALIBRATED for gap in gaps):
+        headline = "Too few samples to judge the members' calibration"
+    return finding("ok", f"{headline}: {details}")
 
 
 def check_classes(m: Measures, class_names: Sequence[str] = ()) -> Finding:
@@ -324,19 +287,11 @@ def check_classes(m: Measures, class_names: Sequence[str] = ()) -> Finding:
     low = [c for c in large if recall[c].high < LOW_RECALL * accuracy]
     numbers = {"classes": low, "recall": {names[c]: recall[c].value for c in large}}
     finding = partial(Finding, "classes", numbers=numbers)
-    if low:
-        listed = _join([f"{names[c]} ({recall[c].value:.0%})" for c in low], 5)
-        return finding(
-            "warning",
-            f"Low recall of class {listed}, at an overall accuracy of {accuracy:.0%}.",
-            "Check how many training samples these classes have, and try class weights (weight=...).",
-        )
-    sentence = "No class is far worse than the others."
-    if large and m.num_members > 1:
-        disagreement = {c: float(m.disagreement[m.target == c].mean()) for c in large}
-        most = max(disagreement, key=disagreement.__getitem__)
-        sentence += f" The members disagree most on class {names[most]} ({disagreement[most]:.1%})."
-    return finding("ok", sentence)
+    if not low:
+        return finding("ok", "No class is far worse than the others.")
+    listed = _join([f"{names[c]} ({recall[c].value:.0%})" for c in low], 5)
+    sentence = f"Low recall of class {listed}, at an overall accuracy of {accuracy:.0%}."
+    return finding("warning", sentence, ADVICE["classes"])
 
 
 def _calibration(bins: Values, tests: int = 1) -> tuple[float, float, Interval]:
@@ -355,14 +310,8 @@ def _calibration(bins: Values, tests: int = 1) -> tuple[float, float, Interval]:
     return error, excess, Interval(gap, gap - half, gap + half)
 
 
-def _downgrade(finding: Finding, samples: int) -> Finding:
-    if finding.severity != "warning":
-        return finding
-    return replace(finding, severity="note", sentence=f"{finding.sentence} Based on only {samples} samples.")
-
-
-def _name_members(members: Sequence[int]) -> str:
-    return f"Member{'s' if len(members) > 1 else ''} {_join([str(k) for k in members], 8)}"
+def _members(members: Sequence[int]) -> str:
+    return f"member{'s' if len(members) > 1 else ''} {_join([str(k) for k in members], 8)}"
 
 
 def _join(items: Sequence[str], limit: int) -> str:

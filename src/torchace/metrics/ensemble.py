@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SCORES = ("accuracy", "cross_entropy", "brier", "disagreement", "mutual_information", "ambiguity")
-MEMBER_SCORES = ("accuracy", "cross_entropy", "brier")
-
 
 class NoSamplesError(ValueError):
     """Scores were requested, but no sample counts."""
@@ -32,27 +29,34 @@ class NoSamplesError(ValueError):
 
 
 class MemberMetric(Metric):
-    """Base class of metrics of K members; states are float64 sums over samples."""
+    """Base class of metrics of K members; states are float64 sums over samples, `sums` and `member_sums` by name."""
 
     is_differentiable = False
     higher_is_better = None
     full_state_update = False
 
-    member_score: ClassVar[str]  # the name of the score in `members`
+    scores: ClassVar[tuple[str, ...]]
+    member_scores: ClassVar[tuple[str, ...]]  # the first is also returned as `members`
     samples: Tensor
     sums: Tensor
     member_sums: Tensor
 
-    def __init__(self, num_members: int, shapes: dict[str, tuple[int, ...]], **kwargs: Any) -> None:
+    def __init__(self, num_members: int, shapes: dict[str, tuple[int, ...]] | None = None, **kwargs: Any) -> None:
         _checks.check_count(num_members, "num_members")
         super().__init__(**kwargs)
         self.num_members = num_members
-        for name, shape in {"samples": (), **shapes}.items():
+        sums = {"samples": (), "sums": (len(self.scores),), "member_sums": (len(self.member_scores), num_members)}
+        for name, shape in {**sums, **(shapes or {})}.items():
             self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
 
-    def extra_repr(self) -> str:
-        """Return the sizes."""
-        return f"num_members={self.num_members}"
+    def compute(self) -> dict[str, Tensor]:
+        """Return the scores of all samples, float32 scalars and `members` `(K,)`."""
+        if self.samples == 0:
+            raise NoSamplesError
+        members = self.member_sums / self.samples
+        scores = dict(zip(self.scores, self.sums / self.samples, strict=True))
+        scores |= {f"member_{name}": mean for name, mean in zip(self.member_scores, members.mean(1), strict=True)}
+        return {name: score.float() for name, score in {**scores, "members": members[0]}.items()}
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Keep the axis of `members` for K = 1, which torchmetrics would squeeze."""
@@ -93,9 +97,9 @@ class EnsembleMetrics(MemberMetric):
         (tensor(1.), tensor([1., 0.]), tensor(1.))
     """
 
-    member_score = "member_accuracy"
-    bins: Tensor
-    member_bins: Tensor
+    scores = ("accuracy", "cross_entropy", "brier", "disagreement", "mutual_information", "ambiguity")
+    member_scores = ("accuracy", "cross_entropy", "brier")
+    bins: Tensor  # of the ensemble, then of each member
     nonfinite: Tensor
 
     def __init__(
@@ -103,19 +107,12 @@ class EnsembleMetrics(MemberMetric):
     ) -> None:
         for name, count in {"num_classes": num_classes, "num_bins": num_bins}.items():
             _checks.check_count(count, name)
-        shapes = {
-            "sums": (len(SCORES),),
-            "member_sums": (len(MEMBER_SCORES), num_members),
-            "bins": (3, num_bins),
-            "member_bins": (num_members, 3, num_bins),
-            "nonfinite": (num_members,),
-        }
-        super().__init__(num_members, shapes, **kwargs)
+        super().__init__(num_members, {"bins": (1 + num_members, 3, num_bins), "nonfinite": (num_members,)}, **kwargs)
         self.num_classes, self.num_bins, self.ignore_index = num_classes, num_bins, ignore_index
 
     def extra_repr(self) -> str:
         """Return the sizes."""
-        return f"{super().extra_repr()}, num_classes={self.num_classes}"
+        return f"num_members={self.num_members}, num_classes={self.num_classes}"
 
     @torch.no_grad()
     def update(self, logits: Tensor, target: Tensor, *, member_weights: Tensor | Sequence[float] | None = None) -> None:
@@ -163,23 +160,19 @@ class EnsembleMetrics(MemberMetric):
         self.samples += valid.sum()
         self.sums += torch.stack([(score * valid).sum(dtype=torch.float64) for score in scores])
         self.member_sums += torch.stack([(score * valid).sum(1, dtype=torch.float64) for score in members])
-        self.bins += bins[0]
-        self.member_bins += torch.stack(bins[1:])
+        self.bins += torch.stack(bins)
 
     def compute(self) -> dict[str, Tensor]:
         """Return the scores of all samples, float32 scalars and `members` `(K,)`."""
         bad = self.nonfinite.nonzero().flatten().tolist()
         if bad:
             raise ValueError(_checks.nonfinite_message(bad))
-        if self.samples == 0:
-            raise NoSamplesError
-        means = self.member_sums / self.samples  # (3, K)
-        errors = [bins_error(CalibrationBins(*bins)) for bins in (self.bins, *self.member_bins)]
-        scores = dict(zip(SCORES, self.sums / self.samples, strict=True))
-        scores |= {f"member_{name}": mean for name, mean in zip(MEMBER_SCORES, means.mean(1), strict=True)}
-        scores |= {"calibration_error": errors[0], "member_calibration_error": torch.stack(errors[1:]).mean()}
-        scores["members"] = means[MEMBER_SCORES.index("accuracy")]
-        return {name: score.float() for name, score in scores.items()}
+        ensemble, *members = (bins_error(CalibrationBins(*bins)).float() for bins in self.bins)
+        return {
+            **super().compute(),
+            "calibration_error": ensemble,
+            "member_calibration_error": torch.stack(members).mean(),
+        }
 
     def plot(
         self,
@@ -196,7 +189,7 @@ class EnsembleMetrics(MemberMetric):
             score: Key of the score. Members are shown one by one for the accuracy of one result, else as their mean.
 
         Returns:
-            The figure and its axes, as torchmetrics returns them.
+            The figure and its axes.
 
         Example:
             >>> metrics = EnsembleMetrics(num_members=2, num_classes=2)
@@ -208,7 +201,7 @@ class EnsembleMetrics(MemberMetric):
         """
         val = self.compute() if val is None else val
         series = [val] if isinstance(val, Mapping) else list(val)
-        scores = [key for key in (*SCORES, "calibration_error") if all(key in value for value in series)]
+        scores = [key for key in (*self.scores, "calibration_error") if all(key in value for value in series)]
         _checks.check_choice(score, "score", scores)
         blue, orange = LIGHT.palette[:2]
         with draw_on(ax) as ax:
@@ -230,10 +223,8 @@ class EnsembleMetrics(MemberMetric):
 class RegressionMetrics(MemberMetric):
     """`mean_squared_error`, `member_mean_squared_error`, `ambiguity` and `members` `(K,)` of regressors."""
 
-    member_score = "member_mean_squared_error"
-
-    def __init__(self, num_members: int, **kwargs: Any) -> None:
-        super().__init__(num_members, {"sums": (2,), "member_sums": (num_members,)}, **kwargs)
+    scores = ("mean_squared_error", "ambiguity")
+    member_scores = ("mean_squared_error",)
 
     @torch.no_grad()
     def update(
@@ -250,20 +241,6 @@ class RegressionMetrics(MemberMetric):
         self.samples += target.numel()
         self.sums += torch.stack([(mean - target).square().sum(), alpha @ spread])
         self.member_sums += (values - target).square().flatten(1).sum(1)
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return the scores of all samples, float32 scalars and `members` `(K,)`."""
-        if self.samples == 0:
-            raise NoSamplesError
-        error, spread = self.sums / self.samples
-        members = self.member_sums / self.samples
-        scores = {
-            "mean_squared_error": error,
-            "member_mean_squared_error": members.mean(),
-            "ambiguity": spread,
-            "members": members,
-        }
-        return {name: score.float() for name, score in scores.items()}
 
 
 class TaskMetrics(nn.Module):
@@ -312,8 +289,8 @@ class TaskMetrics(nn.Module):
             scores: dict[str, Tensor] = self.metrics.compute()
         except NoSamplesError:
             return {}
-        members = scores.pop("members")
-        return scores | {f"{self.metrics.member_score}_{k}": value for k, value in enumerate(members)}
+        members, name = scores.pop("members"), f"member_{self.metrics.member_scores[0]}"
+        return scores | {f"{name}_{k}": value for k, value in enumerate(members)}
 
     def reset(self) -> None:
         """Discard all samples."""
