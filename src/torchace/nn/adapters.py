@@ -63,34 +63,29 @@ def adapt(
     $$y = ((x \circ r_k) W) \circ s_k + b_k \quad \text{("multiplicative": BatchEnsemble, TabM)}$$
     $$y = x \left(W + \tfrac{\alpha}{\text{rank}} B_k A_k\right) + b \quad \text{("low_rank": LoRA)}$$
 
-    All members are computed in one pass. Shared weights receive the mean of the members' gradients. BatchNorm layers
-    are each member's own; other layers without an adapter are shared. The model is copied, not changed.
+    All members are computed in one pass. Shared weights receive the mean of their gradients. Each member has its own
+    BatchNorm layers; other layers without an adapter are shared. The model is copied.
 
-    Start: a model that is not `trained` has random signs as $r_k$ of the first adapted layer and ones elsewhere (as
-    `tabm`), and new heads. A trained one keeps what it learned: factors from N(1, 0.1²), and copies of its head. For
-    new classes, use `freeze=True, trained=False`: a frozen model, whose factors start as N(1, 0.1²), with new heads.
-    $A_k$ is drawn as in peft and $B_k$ is zero: low-rank members with equal heads differ from the first step on.
+    A model that is not `trained` starts with random signs as $r_k$ of the first adapted layer, ones elsewhere (as
+    `tabm`), and new heads; a trained one with factors from N(1, 0.1²) and copies of its head. For new classes, use
+    `freeze=True, trained=False`. $A_k$ is drawn as in peft, $B_k$ is zero.
 
     Args:
-        model: A network with linear or convolutional layers that returns logits `(N, C, ...)`, or an object or tuple
-            with them.
+        model: A network that returns logits `(N, C, ...)`, or an object or tuple with them.
         num_members: K.
         adapter: `"multiplicative"` or `"low_rank"`.
         rank: Rank of the low-rank adapters, at most the layer's smaller size.
         alpha: Scale of the low-rank adapters; 8 if None, as in peft.
-        layers: Names of the adapted layers: a list, or one name. Unless a layer has exactly this name, `"encoder"`
-            means all layers inside it, `"query"` all whose name ends in `.query`, and `"*.attention.*"` is a pattern.
-            None: all linear and convolutional layers but the head and those with a parametrized weight, such as weight
-            norm (low rank: but grouped and transposed convolutions too). `"first"`: the inputs of the first layer
-            alone, as TabM's mini variant.
+        layers: Adapted layers: a list of names, one name, or a pattern such as `"*.attention.*"`; `"encoder"` is all
+            layers inside it, `"query"` all named so. None: all linear and convolutional layers but the head.
+            `"first"`: the inputs of the first layer alone, as TabM's mini variant.
         freeze: Train adapters and heads alone.
-        head: The name of the layer of which each member has its own, by default the last linear layer (found as by
-            `stack_classifiers`); `"shared"`: no own head.
+        head: Layer of which each member has its own, by default the last linear one; `"shared"`: no own head.
         trained: Whether the model with its head is trained; by default the value of `freeze`.
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
     Returns:
-        An ensemble that takes the model's inputs, except `labels`, and returns logits `(K, N, C, ...)`.
+        An ensemble of the model's inputs, except `labels`, that returns logits `(K, N, C, ...)`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -101,8 +96,9 @@ def adapt(
         (torch.Size([8, 8]), torch.Size([5, 8]), torch.Size([5, 3, 8]))
     """
     if isinstance(model, EnsembleModule):
-        kind = type(model).__name__
-        raise TypeError(f"Expected `model` to be one network, but got the ensemble {kind}. Adapt one of its members.")
+        raise TypeError(
+            f"Expected `model` to be one network, but got the ensemble {type(model).__name__}. Adapt a member."
+        )
     _checks.check_count(num_members, "num_members")
     _checks.check_choice(adapter, "adapter", ADAPTERS)
     is_low_rank = adapter == "low_rank"
@@ -128,9 +124,8 @@ def adapt(
     classes = layer_shape(host.get_submodule(head_name)) if head_name is not None else None
     if head != "shared" and head_name is not None:
         copy_for_members(host.get_submodule(head_name).requires_grad_(), num_members, redraw=not trained)
-    for layer in host.modules():
-        if isinstance(layer, _NormBase):
-            copy_for_members(layer, num_members)
+    for layer in filter(lambda module: isinstance(module, _NormBase), host.modules()):
+        copy_for_members(layer, num_members)
     return AdaptedEnsemble(host, num_members, link, getattr(classes, "outputs", None), options)
 
 
