@@ -310,7 +310,7 @@ SETTINGS = {
     # unknown keys, at every level
     "dta.name='digits'": "there is no key 'dta'. Did you mean 'data'?",
     "data.nam='digits'": "there is no key 'data.nam'. Did you mean 'name'?",
-    "epochs=5": "there is no key 'epochs'. Known keys: name,",
+    "epochs=5": "There is no key 'epochs'. Did you mean 'train.epochs'?",
     "train.lr=3": "there is no key 'train.lr'. Known keys: epochs,",
     "paper={table='1', rows=[{num_members=1, acuracy=1}]}": "'paper.rows.0.acuracy'. Did you mean 'accuracy'?",
     "arms=[{name='a', lable='x'}]": "there is no key 'arms.0.lable'. Did you mean 'label'?",

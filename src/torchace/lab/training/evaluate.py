@@ -179,7 +179,7 @@ def evaluate(
     scores: dict[str, float | list[float]] = {name: value.tolist() for name, value in metrics.compute().items()}
     sample_error = torch.cat(errors)
     arrays = dict(
-        zip(("reliability_count", "reliability_confidence", "reliability_correct"), metrics.bins, strict=True)
+        zip(("reliability_count", "reliability_confidence", "reliability_correct"), metrics.bins[0], strict=True)
     )
     arrays["sample_cross_entropy"] = torch.cat(losses)
     if task == "multilabel":
