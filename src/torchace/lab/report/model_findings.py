@@ -127,13 +127,14 @@ def model_table(comparison: ModelComparison) -> ReportTable:
     for key in keys:
         values = [value for model in comparison.models if (value := model.scores.get(key)) is not None]
         best[key] = max(values) if key in HIGHER_IS_BETTER else min(values)
+    is_timed = any(model.seconds is not None for model in comparison.models)  # not in a model directory
     rows = []
     for model in comparison.models:
         cells: list[str | Cell] = [Cell(formats.capitalize(model.label), kind="text", strong=model.name == ENSEMBLE)]
         for key in keys:
             value = model.scores.get(key)
             cells.append(Cell(_score(key, value), strong=value == best[key]))
-        rows.append([*cells, *_interval(model), formats.duration(model.seconds)])
+        rows.append([*cells, *_interval(model), *[formats.duration(model.seconds)] * is_timed])
     loss = LOSSES[comparison.loss] + (" of the scaled targets" if len(comparison.targets) > 1 else "")
     note = (
         f"Difference: {loss} of the ensemble minus that of the model, with a 95 % interval over the rows; below 0, the "
@@ -141,7 +142,7 @@ def model_table(comparison: ModelComparison) -> ReportTable:
     )
     if failed := [f"{model.label} ({model.failure})" for model in comparison.models if model.failure]:
         note += f" Not trained: {', '.join(failed)}."
-    heads = ("Model", *(LABELS[key] for key in keys), "Difference", "95 % interval", "Time")
+    heads = ("Model", *(LABELS[key] for key in keys), "Difference", "95 % interval", *["Time"] * is_timed)
     caption = f"The ensemble and its baselines on {formats.count(comparison.rows, f'{comparison.split} row')}"
     return make_table(caption, heads, [("", rows)], note, "t")
 
