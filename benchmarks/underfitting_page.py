@@ -233,8 +233,6 @@ def render(sets: dict[str, dict[str, Any]]) -> str:
         f"«Pays» means a gain of at least {100 * WORTHWHILE:g} % at the λ that validation data choose; "
         "overfitted cells are not counted. "
         "**On the two tables with few classes the rule expects too much**: search λ there. "
-        "The cells of `hpc_data` and `spam` with 1,000 rows say nothing: the limit takes the first rows "
-        "of sorted files. They have to be run again. "
         "Tables: the same experiment with `data.file` instead of `data.name`, 6 seeds on a CPU, 8 and 32 hidden units, "
         "two sizes each.",
         "Every cell by λ and seed: " + ", ".join(f"[{name}]({file.name})" for name, file in list_files().items()) + ".",
