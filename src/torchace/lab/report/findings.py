@@ -84,15 +84,15 @@ def expectation(results: Results, arm: ArmSummary) -> str:
     epochs = [
         run.history[(run.best_epoch or len(run.history)) - 1] for run in results.finished(arm, 0.0) if run.history
     ]
-    train = [epoch["train_cross_entropy"] for epoch in epochs if epoch.get("train_cross_entropy") is not None]
+    train = [loss for epoch in epochs if (loss := epoch.get("train_cross_entropy")) is not None]
     if results.task.loss != keys[0] or kinds != {"separate"} or arm.num_members == 1 or not arm.parameters:
         return ""
     if not all([train, *validation]):
         return ""
-    loss, member_loss, disagreement = (math.fsum(values) / len(values) for values in validation)
+    validation_loss, member_loss, disagreement = (math.fsum(values) / len(values) for values in validation)
     advice = advise_diversity(
         train_loss=math.fsum(train) / len(train),
-        validation_loss=loss,
+        validation_loss=validation_loss,
         member_loss=member_loss,
         disagreement=disagreement,
         num_samples=results.arm_data(arm).train,
