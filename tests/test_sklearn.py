@@ -101,7 +101,7 @@ def test_frames_keep_their_column_names(kind: type, tmp_path: Path) -> None:
     model.save(tmp_path / "model")
     again = kind.load(tmp_path / "model")
     np.testing.assert_array_equal(predictions(again, frame), predictions(model, frame))
-    with pytest.raises(ValueError, match="feature names"):
+    with pytest.raises(ValueError, match="these are absent: 'column 0'"):
         again.predict(frame.rename(columns={"column 0": "other"}))
 
 

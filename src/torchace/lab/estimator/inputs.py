@@ -23,7 +23,7 @@ from torchace.lab.data.encoding import (
     learn_number,
     resolve_method,
 )
-from torchace.lab.data.errors import DataError
+from torchace.lab.data.errors import DataError, quote_all
 from torchace.lab.data.inference import infer_columns
 from torchace.lab.data.table_schema import Column, Schema, Target, check_columns
 
@@ -35,6 +35,8 @@ NUMBERS: dict[str, Any] = {"dtype": [np.float64, np.float32], "order": "C", "ens
 
 def read_inputs(estimator: Any, X: ArrayLike, *, reset: bool) -> NDArray[Any] | DataFrame:
     """Check samples: return numbers `(N, D)`, or a DataFrame if some of its columns are not numbers."""
+    if not reset:
+        _check_column_names(X, getattr(estimator, "feature_names_in_", None))
     if (frame := _mixed_frame(estimator, X, reset)) is None:
         return cast(NDArray[Any], validate_data(estimator, X, reset=reset, **NUMBERS))
     validate_data(estimator, frame, reset=reset, skip_check_array=True)
@@ -123,3 +125,17 @@ def check_labels(y: NDArray[Any]) -> None:
     check_classification_targets(y)
     if type_of_target(y) == "multilabel-indicator" and not np.isin(y, (0, 1)).all():
         raise ValueError(f"Expected labels `(N, L)` of 0 and 1, but got {np.unique(y)}. Convert them.")
+
+
+def _check_column_names(X: Any, expected: Sequence[str] | None) -> None:
+    """Raise an error of one sentence unless a table has the columns of the training, in order."""
+    names = list(X.columns) if hasattr(X, "columns") else None
+    if expected is None or names is None or names == list(expected) or not all(isinstance(n, str) for n in names):
+        return
+    if absent := [name for name in expected if name not in names]:
+        raise ValueError(
+            f"Expected the columns of the training data, but these are absent: {quote_all(absent)}. Add them."
+        )
+    if unknown := [name for name in names if name not in expected]:
+        raise ValueError(f"Training did not have the columns {quote_all(unknown)}. Leave them out.")
+    raise ValueError("Expected the columns in the order of the training data. Use X[estimator.feature_names_in_].")
