@@ -63,7 +63,7 @@ def test_a_table_is_encoded_saved_and_loaded(kind: type, tmp_path: Path) -> None
     found = loaded.predict(pd.read_csv(tmp_path / "t.csv", dtype=str, keep_default_na=False))
     columns = ["probability_high", "probability_low"] if kind is ACEClassifier else "prediction"
     np.testing.assert_allclose(found[columns].to_numpy(), outputs(model, frame), rtol=0, atol=1e-9)
-    with pytest.raises(ValueError, match="same order"):
+    with pytest.raises(ValueError, match="in the order of"):
         model.predict(frame[frame.columns[::-1]])
     with pytest.raises(ValueError, match="town"):
         model.predict(frame.drop(columns="town"))
