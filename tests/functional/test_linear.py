@@ -232,6 +232,7 @@ def test_all_ignored_equals_torch() -> None:
         ({"reduction": "none"}, "reduction"),
         ({"chunk_rows": 0}, "chunk_rows"),
         ({"features": torch.zeros(N, D, dtype=torch.long)}, "features"),
+        ({"features": torch.zeros(N, D, dtype=torch.bfloat16)}, "`features` and `head_weight` of one type"),
         ({"head_weight": torch.zeros(2, 0, D), "head_bias": None}, "head_weight"),
         ({"target": torch.full((N, C), 1 / C).requires_grad_()}, "needs no gradient"),
     ],
@@ -310,3 +311,12 @@ def test_a_large_loss_scale_is_not_rounded_to_infinity(dtype: torch.dtype) -> No
     loss = linear_amended_cross_entropy(features, head, None, torch.tensor([0, 1, 2, 3]), 0.5)
     (scaled,) = torch.autograd.grad(loss * 2.0**16, head)  # 65,536: beyond float16
     torch.testing.assert_close(scaled, (plain.float() * 2.0**16).to(dtype), rtol=0, atol=0)
+
+
+def test_the_gradient_of_a_mean_does_not_underflow_under_autocast() -> None:
+    features, target = torch.ones(8192, 1), torch.zeros(8192, dtype=torch.long)
+    head = torch.zeros(1, 4000, 1, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        linear_amended_cross_entropy(features, head, None, target, 0.5).backward()
+    # 1 / C of every wrong class; that of one sample, 3e-8, is half of float16's smallest number
+    torch.testing.assert_close(head.grad[0, 1:], torch.full((3999, 1), 1 / 4000), rtol=1e-3, atol=0)

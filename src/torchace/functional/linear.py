@@ -131,7 +131,8 @@ class _LinearLoss(torch.autograd.Function):
             value, gradient = value_and_gradient(logits, options.samples(chunk), want_gradient=want_gradient)
             total += value
             if gradient is not None:
-                _add_gradients(ctx.grads, chunk, part, head_weight, gradient)
+                with torch.autocast(features.device.type, enabled=False):  # which would round to float16 again
+                    _add_gradients(ctx.grads, chunk, part, head_weight, gradient)
         return total
 
     @staticmethod
@@ -182,6 +183,11 @@ def _check_shapes(features: Tensor, head_weight: Tensor, head_bias: Tensor | Non
         raise ValueError(
             f"Expected `head_weight` of shape (K, C, {features.shape[-1]}) for features {_checks.shape_of(features)}, "
             f"but got {_checks.shape_of(head_weight)}."
+        )
+    if features.dtype != head_weight.dtype and not torch.is_autocast_enabled(features.device.type):
+        raise TypeError(
+            f"Expected `features` and `head_weight` of one type, but got {features.dtype} and {head_weight.dtype}. "
+            "Convert one of them, or use torch.autocast."
         )
     if head_bias is not None:
         _checks.check_shape(head_bias, "head_bias", (num_members, num_classes), "or None")
