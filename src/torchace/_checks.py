@@ -106,6 +106,11 @@ def check_tensor(value: object, name: str) -> None:
         raise TypeError(f"Expected `{name}` to be a tensor, but got {type(value).__name__}. Use torch.as_tensor(...).")
 
 
+def check_module(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
+
+
 def check_floating(tensor: Tensor, name: str) -> None:
     if not tensor.is_floating_point():
         raise TypeError(

@@ -70,8 +70,8 @@ def test_trunk_and_linear_classifier() -> None:
         ((4, (8, -1), 2), ValueError, r"`hidden` to be at least 1"),
         ((4, 8, 0), ValueError, "`num_classes` to be at least 1"),
         ((4.0, 8, 2), TypeError, "`in_features` to be an int"),
-        ((4, 8.0, 2), TypeError, "hidden|not iterable"),
-        ((4, "8", 2), TypeError, "hidden|not iterable"),
+        ((4, 8.0, 2), TypeError, "`hidden` to be an int, but got float"),
+        ((4, "8", 2), TypeError, "`hidden` to be an int, but got str"),
         ((4, True, 2), TypeError, r"`hidden` to be an int"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,12 @@ def test_a_merged_member_is_a_plain_model(case: tuple[nn.Module, Tensor], adapte
     assert ensemble(x).shape[0] == K
 
 
+@pytest.mark.parametrize("index", [3, -1, 1.0, True])
+def test_merge_needs_a_member(index: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="`member`"):
+        adapt(mlp(), K).merge(index)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -154,6 +161,8 @@ ALTERED = {
     "ranks": (lambda folder: edit(folder, rank_pattern={"0": 4}), "rank_pattern=.* cannot be loaded"),
     "biases": (lambda folder: edit(folder, bias="all"), "bias='all', which cannot be loaded"),
     "another kind": (lambda folder: edit(folder, peft_type="IA3"), "Expected an adapter of type LORA"),
+    "no rank": (lambda folder: edit(folder, r=None), "r=None and lora_alpha=5.0, not numbers"),
+    "alpha of text": (lambda folder: edit(folder, lora_alpha="5"), "r=2 and lora_alpha='5', not numbers"),
     "no configuration": (lambda folder: (folder / "adapter_config.json").unlink(), "cannot be read"),
     "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), "cannot be read"),
     "a list": (lambda folder: (folder / "adapter_config.json").write_text("[]"), "Expected an adapter of type LORA"),
@@ -188,6 +197,14 @@ def test_files_of_peft_have_no_checksum_but_are_checked(saved: tuple[nn.Module, 
     for folder in folders:
         strip_checksum(folder)
     assert torch.equal(load_adapters(model, folders).eval()(torch.ones(2, 4)), before)
+    for folder in folders:
+        edit(folder, lora_alpha=float("nan"))
+    with pytest.raises(ModelFileError, match=r"`alpha` in \[0, 1e9\], but got nan"):
+        load_adapters(model, folders)
+    data = (folders[0] / "adapter_model.safetensors").read_bytes()
+    (folders[0] / "adapter_model.safetensors").write_bytes(data[:-4] + struct.pack("<f", float("nan")))
+    with pytest.raises(ModelFileError, match="not finite"):
+        load_adapters(model, folders)
 
 
 def test_adapters_of_another_model_are_refused(saved: tuple[nn.Module, list[Path]], tmp_path: Path) -> None:
@@ -207,6 +224,9 @@ def test_adapters_of_another_model_are_refused(saved: tuple[nn.Module, list[Path
     fewer = adapt(model, 1, adapter="low_rank", rank=2, alpha=5.0, layers=["0"], freeze=True)
     with pytest.raises(ModelFileError, match=r"is not in both .* train them alike"):
         load_adapters(model, [folders[0], *fewer.save_adapters(tmp_path / "fewer")])
+    classes = adapt(nn.Sequential(*model[:4], four[4]), 1, adapter="low_rank", rank=2, alpha=5.0, freeze=True)
+    with pytest.raises(ModelFileError, match=r"'4.bias' is not in both .* with one shape; train them alike"):
+        load_adapters(model, [folders[0], *classes.save_adapters(tmp_path / "classes")])
 
 
 def test_arguments(saved: tuple[nn.Module, list[Path]], tmp_path: Path) -> None:

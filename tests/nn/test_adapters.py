@@ -233,6 +233,8 @@ def test_layers_by_name_part_and_pattern():
         ({"layers": []}, ValueError, "at least one name in `layers`"),
         ({"adapter": "low_rank", "rank": 9}, ValueError, r"`rank` of at most 8, the size of the layer 'linear1'"),
         ({"adapter": "low_rank", "rank": 0}, ValueError, "`rank` to be at least 1"),
+        ({"adapter": "low_rank", "alpha": "high"}, TypeError, "`alpha` to be a number"),
+        ({"adapter": "low_rank", "alpha": float("nan")}, ValueError, "`alpha` in .* but got nan"),
         ({"adapter": "dora"}, ValueError, "`adapter` to be one of 'multiplicative', 'low_rank', but got 'dora'"),
         ({"head": "nothing"}, ValueError, r"`head` to name a linear layer.*head='shared'"),
         ({"num_members": 0}, ValueError, "`num_members` to be at least 1"),
@@ -242,6 +244,7 @@ def test_layers_by_name_part_and_pattern():
             ValueError,
             "layer before its head, but Linear has none",
         ),
+        ({"model": "bert"}, TypeError, "`model` to be a module, but got str"),
         ({"model": adapt(mlp(12, 8, 3), 2)}, TypeError, "one network, but got the ensemble AdaptedEnsemble"),
     ],
 )

@@ -323,8 +323,9 @@ def test_models_that_cannot_be_reinitialized() -> None:
     parametrizations.weight_norm(model.last)
     with pytest.raises(ValueError, match=r"Cannot re-initialize 'last.parametrizations.weight.original0'"):
         branch(model, K, at="last", reinitialize=True)
-    with pytest.raises(ValueError, match="Expected `reinitialize` to return a model of the same architecture"):
-        branch(Net(), K, at="last", reinitialize=mlp)
+    for function in (mlp, lambda: None):
+        with pytest.raises(ValueError, match="Expected `reinitialize` to return a model of the same architecture"):
+            branch(Net(), K, at="last", reinitialize=function)  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match="Expected `reinitialize` to be a bool or a function"):
         branch(Net(), K, at="last", reinitialize=Net())  # type: ignore[arg-type]
 
@@ -420,6 +421,10 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"never calls the layer 'blocks'.*such as 'blocks.0'"):
         branch(model, K, at="blocks")
     assert branch(model, K, at="blocks.1")(torch.randn(6, 4)).shape == (K, 6, 5)
+    with pytest.raises(ValueError, match="Expected `at` to name a layer of the model, but got 3. It has 'first', "):
+        branch(model, K, at=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Expected `model` to be a module, but got str"):
+        branch("resnet", K, at="fc")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Expected `num_members` to be at least 1"):
         branch(model, 0, at="blocks.1")
     with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):

@@ -324,6 +324,7 @@ class Cosine(nn.Linear):
         (make_tied, "The weight of the classifier '1' is tied to '0.weight'"),
         (lambda: Cosine(4, 5), "to compute what an nn.Linear does"),
         (lambda: parametrizations.weight_norm(nn.Linear(4, 5)), "it has a parametrization, hooks"),
+        (lambda: nn.Sequential(nn.LazyLinear(5)), "has no shape yet"),
     ],
 )
 def test_unfit_models_are_refused(build: Any, message: str) -> None:
@@ -350,6 +351,8 @@ def test_unfit_hosts_are_refused() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="Expected `model` to be a module, but got str"):
+        stack_classifiers("resnet", K)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Expected `num_members` to be at least 1, but got 0"):
         stack_classifiers(nn.Linear(4, 5), 0)
     with pytest.raises(ValueError, match="Expected `rank` of at most 4"):

@@ -164,6 +164,8 @@ def test_smoc_with_separate_batches(rank):
     smoc = SMOC(nn.LSTM(6, 8), 8, 5, num_members=3, rank=rank).double()  # returns (features, state)
     with pytest.raises(TypeError, match="trunk to return one tensor with batches='separate', but got tuple"):
         smoc(x, batches="separate")
+    with pytest.raises(ValueError, match=r"features of shape \(\.\.\., 8\), one tensor, .* but got tuple"):
+        smoc(x[0])
 
 
 def test_smoc_under_compile():

@@ -279,6 +279,7 @@ BAD = {
         ValueError,
         "Expected 4 finite values of at least 0 in `learning_rate`",
     ),
+    "number": (None, {"weight_decay": 0.1}, ValueError, "Expected 4 finite values .* in `weight_decay`, but got 0.1"),
     "negative": (None, {"weight_decay": [0.1, 0, 0, -1]}, ValueError, "finite values of at least 0 in `weight_decay`"),
     "nan": (None, {"learning_rate": [0.1, 0, 0, float("nan")]}, ValueError, "finite values of at least 0"),
     "zeros": (None, {"learning_rate": [0.0] * 4}, ValueError, "above 0 for at least one member"),

@@ -37,7 +37,7 @@ def mlp(
         32
     """
     _checks.check_count(in_features, "in_features")
-    widths = [hidden] if isinstance(hidden, int) else list(hidden)
+    widths = list(hidden) if isinstance(hidden, Sequence) else [hidden]
     for width in widths:
         _checks.check_count(width, "hidden")
     if num_classes is not None:

@@ -131,18 +131,20 @@ def read_adapter(folder: StrPath, model: nn.Module) -> AdapterFile:
     file = Path(folder) / WEIGHTS
     try:
         with safe_open(file, "pt") as stream:
-            saved, metadata = {name: stream.get_tensor(name) for name in stream.keys()}, stream.metadata() or {}  # noqa: SIM118
+            saved = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+            mark = dict(json.loads((stream.metadata() or {}).get(MARK, "{}")))
     except Exception as error:  # of the system, of safetensors, and of torch for shapes and types
         raise ModelFileError(
             f"{file} cannot be read ({error_reason(error)}); save the adapter as safetensors: pickles are never read."
         ) from error
-    mark = json.loads(metadata[MARK]) if MARK in metadata else {}
-    if mark and mark["sha256"] != _digest(saved, config):
+    if mark and mark.get("sha256") != _digest(saved, config):
         raise ModelFileError(f"{folder} was altered after it was written; copy the adapter again or save it anew.")
     tensors: dict[str, Tensor] = {}
     weights = dict(model.named_parameters(remove_duplicate=False))
     for key, tensor in saved.items():
         name = key.removeprefix(PREFIX)
+        if not tensor.isfinite().all():
+            raise ModelFileError(f"{file} has values in {key!r} that are not finite; save the adapter anew.")
         if ".lora_embedding_" in name:
             raise ModelFileError(f"{folder} adapts an embedding, which cannot be loaded; train the adapter without it.")
         shared = weights.get(name.replace(".base_layer.", "."))
@@ -171,6 +173,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ModelFileError(
             f"{folder} was trained with {name}={value!r}, which cannot be loaded; train the adapter without it."
         )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or not isinstance(alpha, int | float):
+        raise ModelFileError(f"{folder / CONFIG} has r={rank!r} and lora_alpha={alpha!r}, not numbers; save it anew.")
     return config
 
 

@@ -95,6 +95,7 @@ def adapt(
         >>> ensemble.stacked[2].weight.shape, ensemble.stacked[2].adapter.r.shape, ensemble.stacked[4].weight.shape
         (torch.Size([8, 8]), torch.Size([5, 8]), torch.Size([5, 3, 8]))
     """
+    _checks.check_module(model)
     if isinstance(model, EnsembleModule):
         raise TypeError(
             f"Expected `model` to be one network, but got the ensemble {type(model).__name__}. Adapt a member."
@@ -105,6 +106,7 @@ def adapt(
     if not is_low_rank and (alpha is not None or rank != RANK):
         warnings.warn("`rank` and `alpha` have no effect: they belong to adapter='low_rank'.", stacklevel=2)
     alpha = ALPHA if alpha is None else alpha
+    _checks.check_fraction(alpha, "alpha", largest=1e9, kind="a number", interval="[0, 1e9]")
     trained = freeze if trained is None else trained
     host = copy.deepcopy(model)
     if freeze:
@@ -287,6 +289,9 @@ class AdaptedEnsemble(StackedEnsemble):
             >>> torch.allclose(plain(torch.ones(6, 4)), ensemble(torch.ones(6, 4))[2], atol=1e-6)
             True
         """
+        _checks.check_count(member, "member", least=0)
+        if member >= self.num_members:
+            raise ValueError(f"Expected `member` below {self.num_members}, but got {member}.")
         return merge_member(self.stacked, member)
 
     def take(self, members: slice) -> AdaptedEnsemble:
@@ -330,13 +335,15 @@ def load_adapters(model: nn.Module, folders: Sequence[StrPath], *, link: str = "
     files = [read_adapter(folder, model) for folder in folders]
     if not files:
         raise ValueError("Expected at least one folder, but got none.")
-    first = files[0]
-    for file in files:
+    first, shapes = files[0], [{(name, t.shape) for name, t in file.tensors.items()} for file in files]
+    for file, own_shapes in zip(files, shapes, strict=True):
         if (file.rank, file.alpha) != (first.rank, first.alpha):
             raise ModelFileError(f"{file.folder} has another rank or alpha than {first.folder}; train them alike.")
-        if file.tensors.keys() != first.tensors.keys():
-            name = min(file.tensors.keys() ^ first.tensors.keys())
-            raise ModelFileError(f"{name!r} is not in both {first.folder} and {file.folder}; train them alike.")
+        if differ := own_shapes ^ shapes[0]:
+            name, _ = min(differ)
+            raise ModelFileError(
+                f"{name!r} is not in both {first.folder} and {file.folder} with one shape; train them alike."
+            )
     values = {name: torch.stack([file.tensors[name] for file in files]) for name in first.tensors}
     layers = sorted(name.removesuffix(FACTORS["A"]) for name in values if name.endswith(FACTORS["A"]))
     sizes: dict[str, Any] = {"rank": first.rank, "alpha": first.alpha}

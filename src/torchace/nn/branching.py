@@ -60,6 +60,7 @@ def branch(
         >>> [name for name, _ in ensemble[0].named_parameters()]
         ['2.weight', '2.bias', '4.weight', '4.bias']
     """
+    _checks.check_module(model)
     _checks.check_count(num_members, "num_members")
     if isinstance(reinitialize, nn.Module):
         raise TypeError("Expected `reinitialize` to be a bool or a function that returns a model, but got a model.")
@@ -125,7 +126,7 @@ def _find_layer(model: nn.Module, at: str) -> str:
     """Return the first name of the layer `at`."""
     modules = dict(model.named_modules(remove_duplicate=False))
     if at == "" or at not in modules:
-        names = ", ".join(repr(name) for name in modules if name and name.count(".") <= at.count("."))
+        names = ", ".join(repr(name) for name in modules if name and name.count(".") <= str(at).count("."))
         raise ValueError(f"Expected `at` to name a layer of the model, but got {at!r}. It has {names or 'none'}.")
     return next(str(name) for name, module in model.named_modules() if module is modules[at])
 
@@ -250,9 +251,9 @@ def _reset_parameters(member: nn.Module) -> None:
 
 def _load_weights(member: nn.Module, fresh: nn.Module) -> None:
     """Copy a member's weights and buffers from a new model of the same architecture."""
-    state = fresh.state_dict()
     try:
+        state = fresh.state_dict()
         member.load_state_dict({name: state[name] for name in member.state_dict()})
-    except (KeyError, RuntimeError) as error:
+    except (AttributeError, KeyError, RuntimeError) as error:
         message = f"Expected `reinitialize` to return a model of the same architecture, but it did not: {error}"
         raise ValueError(message) from error

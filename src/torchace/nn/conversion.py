@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
 
@@ -50,6 +51,7 @@ def stack_classifiers(
         >>> ensemble.head, ensemble.host[0].weight.equal(model[0].weight)
         ('2', True)
     """
+    _checks.check_module(model)
     _checks.check_count(num_members, "num_members")
     name = find_head(model) if head is None else head
     names, linear = check_head(model, name)
@@ -284,6 +286,8 @@ def check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
             f"Expected the classifier {name!r} to be an nn.Linear, but it is {type(linear).__name__}. "
             "Name another layer with `head`, or use branch(model, num_members, at=...), which copies any layer."
         )
+    if is_lazy(linear.weight):
+        raise ValueError(f"The classifier {name!r} has no shape yet. Run the model once on an example first.")
     if is_parametrized(linear) or linear._forward_pre_hooks or linear._forward_hooks or not _is_plain(linear):
         raise ValueError(
             f"Expected the classifier {name!r} to compute what an nn.Linear does, but it has a parametrization, hooks "

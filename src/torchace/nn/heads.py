@@ -42,10 +42,11 @@ class MemberHeads(nn.Module):
 
     def forward(self, x: Tensor, batches: str = "shared") -> Tensor:
         """Map `(..., D)` to `(K, ..., C)`; with `batches="separate"` the input is `(K, ..., D)`."""
-        if x.shape[-1:] != (self.in_features,):  # a reshape would silently regroup numbers
+        if not isinstance(x, Tensor) or x.shape[-1:] != (self.in_features,):  # a reshape would regroup numbers
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"Expected features of shape (..., {self.in_features}) for heads with in_features={self.in_features}, "
-                f"but got {tuple(x.shape)}."
+                f"Expected features of shape (..., {self.in_features}), one tensor, for heads with "
+                f"in_features={self.in_features}, but got {got}."
             )
         _checks.check_choice(batches, "batches", BATCHES)
         if batches == "separate":

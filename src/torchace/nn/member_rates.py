@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,9 +87,9 @@ def set_member_rates(
 def _check_values(values: Sequence[float] | None, name: str, num_members: int) -> list[float] | None:
     if values is None:
         return None
-    numbers = [float(value) for value in values]
+    numbers = [float(value) for value in values] if isinstance(values, Iterable) else []
     if len(numbers) != num_members or not all(0 <= value < float("inf") for value in numbers):
-        raise ValueError(f"Expected {num_members} finite values of at least 0 in `{name}`, but got {numbers}.")
+        raise ValueError(f"Expected {num_members} finite values of at least 0 in `{name}`, but got {values}.")
     return numbers
 
 
