@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils import prune
 
 from tests.nn.library_models import transformers_host
 from torchace.models import cifar_resnet, mlp
@@ -89,6 +91,16 @@ def subclass(factor: float) -> nn.Module:
     return Own()
 
 
+def lock_of_a_class() -> nn.Module:
+    return type("Own", (Member,), {"lock": threading.Lock()})()
+
+
+def own_hooks(value: int) -> nn.Module:
+    member: Any = Member()
+    member.own_hooks_of_layers = {"a": value}
+    return member
+
+
 def missing() -> nn.Module:
     member = Member()
     del member._act
@@ -108,12 +120,22 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str
         lambda: Member(i for i in [1]),
         "'state' of layer 'inner' in member 1 holds a value that cannot be compared",
     ),
+    "lock": (
+        lock_of_a_class,
+        lock_of_a_class,
+        "'__class__' of the whole in member 1 holds a value that cannot be",
+    ),
+    "hooks of its own": (
+        lambda: own_hooks(1),
+        lambda: own_hooks(2),
+        "'own_hooks_of_layers' of the whole",
+    ),
     "missing": (Member, missing, "'_act' of the whole is missing"),
     "function": (Member, lambda: Member(act=torch.tanh), "'_act' of the whole"),
     "lambda": (lambda: Member(act=lambda x: x + 1), lambda: Member(act=lambda x: x + 2), "'_act' of the whole"),
     "partial": (lambda: partial(0.1), lambda: partial(0.2), "'_act' of the whole"),
     "forward": (lambda: patch_forward(1.0), lambda: patch_forward(2.0), "'forward' of layer 'inner'"),
-    "class": (lambda: subclass(1.0), lambda: subclass(2.0), "the whole is Own"),
+    "class": (lambda: subclass(1.0), lambda: subclass(2.0), "'__class__' of the whole is .*Own"),
     "forward hook": (Member, lambda: add_hook("register_forward_hook", double), r"'_forward_hooks' of layer 'inner.0'"),
     "hook's options": (
         lambda: add_hook("register_forward_hook", double),
@@ -141,7 +163,7 @@ def test_different_state_is_refused(name):
         StackedEnsemble([first(), second()])
     assert "member 1" in str(error.value)
     assert "Use Ensemble(members)" in str(error.value)
-    if name not in ("generator", "unregistered layers"):
+    if name not in ("generator", "lock", "unregistered layers"):
         assert len(StackedEnsemble([second(), second()])) == 2
 
 
@@ -154,6 +176,14 @@ def test_function_that_holds_the_first_member_is_refused():
     for members in ([own(), own()], [own()]):
         with pytest.raises(ValueError, match=r"'forward' of the whole .* a function that holds a layer of the member"):
             StackedEnsemble(members)
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.spectral_norm, lambda layer: prune.l1_unstructured(layer, "weight", 0.5)])
+def test_weights_that_a_hook_computes_are_refused(wrap):
+    with pytest.raises(
+        ValueError, match=r"layer '0' \(Linear\).*computes its weights; use torch.nn.utils.parametrizations"
+    ):
+        StackedEnsemble(nn.Sequential(wrap(nn.Linear(4, 3))) for _ in range(2))
 
 
 def test_hooks_on_parameters_are_refused():

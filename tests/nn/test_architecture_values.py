@@ -62,6 +62,15 @@ def dynamic_class(power: int) -> type:
     return Layer
 
 
+def dynamic_attributes(scale: int) -> type:
+    class Layer:
+        factor = scale
+        power = property(lambda self: scale)
+        root = staticmethod(lambda x: x**scale)
+
+    return Layer
+
+
 def make_seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -72,6 +81,8 @@ def cyclic(value: int) -> list[Any]:
     return items
 
 
+CLASS_ATTRIBUTES = ("factor", "power", "root")
+
 # made anew for each member; equal for equal arguments, different for 1 and 2
 MAKERS: dict[str, Any] = {
     "number": lambda v: v,
@@ -81,6 +92,7 @@ MAKERS: dict[str, Any] = {
     "dict": lambda v: {"a": {"b": v}},
     "dict in order": lambda v: {1: 0, 2: 0} if v == 1 else {2: 0, 1: 0},
     "default dict": lambda v: collections.defaultdict(list, a=v),
+    "default of a dict": lambda v: collections.defaultdict((list, int)[v - 1]),
     "deque": lambda v: collections.deque([v]),
     "set": lambda v: {v, "a", (1, 2)},
     "range": range,
@@ -89,6 +101,8 @@ MAKERS: dict[str, Any] = {
     "array of objects": lambda v: np.array([[v], None], dtype=object),
     "numpy number": np.float32,
     "tensor": lambda v: torch.tensor([torch.nan, v]),
+    "missing in a tensor": lambda v: torch.tensor([(torch.nan, 0.0)[v - 1]]),
+    "limit of a tensor": lambda v: torch.tensor([(torch.inf, torch.finfo().max)[v - 1]]),
     "index tensor": lambda v: torch.arange(v, v + 3),
     "frozen module in a list": lambda v: [nn.Linear(v, 1, bias=False).requires_grad_(False).apply(ones)],
     "activation in a list": lambda v: [nn.LeakyReLU(v)],
@@ -104,6 +118,7 @@ MAKERS: dict[str, Any] = {
     "item getter": operator.itemgetter,
     "class": lambda v: (nn.ReLU, nn.Tanh)[v - 1],
     "class of its own": dynamic_class,
+    **{f"{n} of a class": lambda v, n=n: type("C", (), {n: vars(dynamic_attributes(v))[n]}) for n in CLASS_ATTRIBUTES},
     "dataclass": lambda v: Options(v, torch.arange(v)),
     "dataclass without eq": Plain,
     "object with eq": Config,

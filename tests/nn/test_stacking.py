@@ -1,6 +1,7 @@
 """Stacked members whose forward is followed, against the same members one after another."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -136,25 +137,75 @@ def test_random_numbers_of_members_that_run_one_by_one_depend_on_seed_step_and_m
 
 
 class _InPlace(nn.Module):
-    def __init__(self, named: bool) -> None:
+    def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
         super().__init__()
-        self.named, self.bias, self.linear = named, nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
+        self.change, self.bias, self.linear = change, nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x * 2
-        if self.named:
-            h.add_(self.bias)  # h itself is all members' until here
-        else:
-            h += self.bias
+        h = x * 2  # shared by all members, or by those of a group
+        self.change(h, self.bias)
         return self.linear(h)
 
 
-def test_in_place_change_of_a_shared_activation() -> None:
-    members = [_InPlace(named=False) for _ in range(3)]
-    x = torch.randn(5, 4)
-    torch.testing.assert_close(StackedEnsemble(members)(x), Ensemble(members)(x))
-    members = [_InPlace(named=True) for _ in range(3)]  # the result of add_ is dropped
-    torch.testing.assert_close(StackedEnsemble(members)(x), Ensemble(members)(x))
+CHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "operator": lambda h, bias: h.__iadd__(bias),
+    "method": lambda h, bias: h.add_(bias),
+    "without rule": lambda h, bias: h.expm1_(),
+    "index": lambda h, bias: h.index_fill_(1, torch.tensor([0]), 2.0),
+    "item": lambda h, bias: h.__setitem__((slice(None), 0), bias[0]),
+}
+
+
+@pytest.mark.parametrize("batches", ["shared", "separate", "grouped"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_in_place_change_of_a_shared_activation(change: str, batches: str) -> None:
+    members = [_InPlace(CHANGES[change]) for _ in range(6)]
+    x = torch.randn({"shared": (5, 4), "separate": (6, 5, 4), "grouped": (3, 5, 4)}[batches])
+    own = x if batches == "shared" else x.repeat_interleave(6 // len(x), 0)
+    expected = Ensemble(members)(own, batches=batches.replace("grouped", "separate"))
+    torch.testing.assert_close(StackedEnsemble(members)(x, batches=batches), expected)
+
+
+class _Scaled(nn.Module):
+    """A number of another type than the activations, as a learned temperature under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU()), nn.Parameter(torch.tensor(2.0).double())
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.body(x) * self.scale).sum(1)) * self.scale
+
+
+def test_type_promotion_of_a_number_of_each_member() -> None:
+    members = [_Scaled() for _ in range(3)]
+    x = torch.randn(5, 2, 8)
+    out = StackedEnsemble(members)(x)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, Ensemble(members)(x))
+
+
+class _DropPath(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.keep = nn.Linear(4, 3), nn.Parameter(torch.tensor([0.5, 0.6, 0.7]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        return h * torch.empty_like(h).bernoulli_(self.keep.detach())
+
+
+def test_random_masks_with_learned_probabilities_depend_on_seed_and_step_alone() -> None:
+    stacked = StackedEnsemble([_DropPath(), _DropPath()])
+    x = torch.randn(2, 50, 4)
+    seeds, members = torch.tensor([7, 8]), torch.tensor([0])
+    one, two, other = (
+        stacked.compute([x], {}, own=True, rng=MemberRNG(seeds, members, torch.tensor(step))) for step in (3, 3, 4)
+    )
+    assert stacked.explain().call_by_call
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
 
 
 def test_random_numbers_of_a_run_do_not_depend_on_other_runs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from typing import Any
@@ -9,14 +10,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from torchace.nn.base import check_modules
 
 # compared separately, or (the last) not copied
 REGISTERED = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
 RNN_COPIES = ("_flat_weights", "_flat_weight_refs")  # duplicates of an RNN's parameters
+COMPUTED_WEIGHTS = (BasePruningMethod, SpectralNorm, WeightNorm)
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 IMMUTABLE = (re.Pattern, types.ModuleType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name}
+# attributes of a class that do not change its behavior
+CLASS_NAMES = {"__module__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__slotnames__", "_abc_impl"}
 ADVICE = "Use Ensemble(members) for members that differ"
 
 
@@ -32,6 +40,9 @@ def check_layers(members: list[nn.Module]) -> None:
     for name, layer in member.named_modules():
         if isinstance(layer, nn.Embedding) and layer.sparse:
             raise not_stackable(member, name, "sparse gradients have no batched form")
+        if any(isinstance(hook, COMPUTED_WEIGHTS) for hook in layer._forward_pre_hooks.values()):
+            why = "a hook computes its weights; use torch.nn.utils.parametrizations, or call prune.remove"
+            raise not_stackable(member, name, why)
         if any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
             raise not_stackable(member, name, "its parameters are not initialized yet; run it once before")
 
@@ -78,7 +89,7 @@ def _describe_tensors(member: nn.Module) -> dict[str, str]:
 def _check_layer(k: int, place: str, layer: nn.Module, first: nn.Module, comparison: Comparison) -> None:
     """Refuse a layer of member `k` whose class, settings or hooks differ from those in member 0."""
     ours, theirs = (f"{type(one).__name__}({one.extra_repr()})" for one in (layer, first))
-    if ours != theirs or not comparison.equal(type(layer), type(first)):
+    if ours != theirs:
         raise _different(f"{place} is {ours} in member {k} and {theirs} in member 0. {ADVICE}")
     state, first_state = _plain_state(layer), _plain_state(first)
     for attribute in {**state, **first_state}:
@@ -100,12 +111,12 @@ def _check_layer(k: int, place: str, layer: nn.Module, first: nn.Module, compari
 
 
 def _plain_state(layer: nn.Module) -> dict[str, Any]:
-    """Return a layer's unregistered attributes; hooks by position, not by number."""
-    state = {}
+    """Return a layer's class and unregistered attributes; hooks by position, not by number."""
+    state: dict[str, Any] = {"__class__": type(layer)}
     for name, value in vars(layer).items():
         if name in REGISTERED or (isinstance(layer, nn.RNNBase) and name in RNN_COPIES):
             continue
-        if "_hooks" in name and isinstance(value, dict):
+        if name in HOOKS and isinstance(value, dict):
             numbers = list(vars(layer)[f"{name.partition('_hooks')[0]}_hooks"])
             value = [(numbers.index(number), hook) for number, hook in value.items()]
         state[name] = value
@@ -144,9 +155,9 @@ class Comparison:
                     "a function that holds a layer of the member itself, which a copy does not replace"
                 )
             return name == self.names[1].get(id(b))
-        if isinstance(a, (list, tuple)):
+        if type(a) in (list, tuple):
             return len(a) == len(b) and all(self.equal(x, y, copied) for x, y in zip(a, b, strict=True))
-        if isinstance(a, dict):
+        if type(a) is dict:
             return list(a) == list(b) and self.equal(list(a.values()), list(b.values()), copied)
         if isinstance(a, (set, frozenset)):
             return a == b
@@ -157,7 +168,7 @@ class Comparison:
             if a.requires_grad:
                 raise NotSharedError("a trained tensor that is not a registered parameter (register or detach it)")
             same = a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
-            return same and (a.is_meta or torch.equal(a.nan_to_num(), b.nan_to_num()))
+            return same and (a.is_meta or bool(((a == b) | ((a != a) & (b != b))).all()))  # NaN equals NaN
         if isinstance(a, types.FunctionType):
             return a.__code__ == b.__code__ and self.equal(_held_values(a), _held_values(b), copied=False)
         if isinstance(a, types.MethodType):
@@ -178,8 +189,16 @@ def _registered_names(member: nn.Module) -> dict[int, str]:
 
 
 def _describe_class(kind: type) -> tuple[Any, ...]:
-    functions = {name: value for name, value in vars(kind).items() if isinstance(value, types.FunctionType)}
-    return kind.__module__, kind.__qualname__, kind.__bases__, functions
+    own = {name: _held_functions(value) for name, value in vars(kind).items() if name not in CLASS_NAMES}
+    return kind.__module__, kind.__qualname__, kind.__bases__, own
+
+
+def _held_functions(value: Any) -> Any:
+    if isinstance(value, property):
+        return value.fget, value.fset, value.fdel
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    return value.func if isinstance(value, functools.cached_property) else value
 
 
 def _copied_state(value: Any) -> Any:
@@ -200,4 +219,6 @@ def enclosed_values(function: types.FunctionType) -> list[Any]:
             values.append(cell.cell_contents)
         except ValueError:
             values.append(None)
+    if function.__module__ == "torch.nn.utils.parametrize":  # holds the layer, but uses only its id
+        return [value for value in values if not isinstance(value, nn.Module)]
     return values

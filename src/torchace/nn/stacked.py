@@ -230,7 +230,8 @@ class StackedEnsemble(EnsembleModule):
         self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
     ) -> Decision | None:
         """Return the decision for these modes, made at the first call; None where it cannot be made."""
-        key = (own, torch.is_grad_enabled(), modes)
+        sizes = tuple(len(x) for x in _tensors(args)) if own else None  # fewer than K: members share inputs
+        key = (sizes, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
             if not _checks.can_compare() or any(isinstance(x, FakeTensor) or x.is_meta for x in _tensors(args)):
                 return None if self._call_by_call else Decision(False)

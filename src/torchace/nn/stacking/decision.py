@@ -1,10 +1,10 @@
-"""Decision how to compute a stacked module, by comparison of two stacked members with the same members alone."""
+"""Decision how to compute a stacked module, by comparison of some stacked members with the same members alone."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,7 @@ class Decision:
 def decide(
     stacked: nn.Module, num_members: int, token: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
 ) -> Decision:
-    """Compare outputs and gradients of two followed members with those alone, in float64 where members allow it."""
+    """Compare outputs and gradients of some followed members with those alone, in float64 where members allow it."""
     devices = {parameter.device for parameter in stacked.parameters()}
     # checkpointing around the ensemble must not recompute this comparison; detached, as an output that its own node
     # saves would never be freed
@@ -82,16 +82,19 @@ def _compare(
     stacked: nn.Module, num_members: int, token: int, args: list[Any], kwargs: dict[str, Any], own: bool, cast: Any
 ) -> Decision:
     """Return the decision; raise the error of a member that fails alone."""
+    sizes = [len(x) for x in tree_leaves(args) if isinstance(x, Tensor)] if own else []
+    shares = num_members // min(sizes, default=num_members)  # members that share an input
+    chosen = sorted({0, shares - 1, num_members - shares, num_members - 1})
 
-    def select_inputs(members: Tensor) -> list[Any]:
-        return tree_map(lambda x: x[members * len(x) // num_members] if own and isinstance(x, Tensor) else x, args)
+    def select_inputs(index: Callable[[int], Any]) -> list[Any]:
+        return tree_map(lambda x: x[index(len(x))] if own and isinstance(x, Tensor) else x, args)
 
-    chosen = sorted({0, num_members - 1})
     alone, buffers = [], []
     for k in chosen:
         member = cast(take_members(stacked, k))
+        inputs = select_inputs(lambda size, k=k: k * size // num_members)  # type: ignore[misc]
         with _ConstantRandomness() as constant, handle_checkpointing(constant):
-            output = member(*select_inputs(torch.tensor(k)), **kwargs)
+            output = member(*inputs, **kwargs)
         alone.append((tree_leaves(output), _gradients(output, member)))
         buffers.append(dict(member.named_buffers()))
     shared = set(all_shared_names(stacked)) if group_size(stacked) is None else set()
@@ -101,7 +104,8 @@ def _compare(
     together = cast(take_members(stacked, chosen))
     try:
         with track_layers(together, mode):
-            output = run_stacked(together, mode, select_inputs(torch.tensor(chosen)), kwargs, own=own)
+            inputs = select_inputs(lambda size: sorted({k * size // num_members for k in chosen}))
+            output = run_stacked(together, mode, inputs, kwargs, own=own)
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
         return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__)

@@ -247,8 +247,15 @@ class StackingMode(TorchFunctionMode):
         if self.record is not None and func not in QUERIES:
             self.record.append(Node(self.layer, function_name(func), how))
 
+    def check_own(self, value: Any) -> None:
+        """Refuse to write into a tensor that members share."""
+        if not isinstance(value, Stacked) or len(to_first(value, self.num_members)) < self.num_members:
+            raise StackingError("a member's values would be written into a tensor that all members share")
+
     def compute_without_rule(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Compute one function for all members by `vmap`, or member by member where `vmap` fails."""
+        if is_in_place(func):
+            self.check_own(args[0])
         leaves, spec = tree_flatten((list(args), kwargs), is_leaf=lambda value: isinstance(value, Stacked))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Stacked)]
         data = [to_members(leaves[i], self.num_members) for i in places]
@@ -286,6 +293,12 @@ def _any_stacked(values: Iterable[Any]) -> bool:
         if kind is Stacked or ((kind is list or kind is tuple) and _any_stacked(value)):
             return True
     return False
+
+
+def is_in_place(func: Callable[..., Any]) -> bool:
+    """Whether a function changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
 
 
 def function_name(func: Callable[..., Any]) -> str:

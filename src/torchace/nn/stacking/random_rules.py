@@ -17,11 +17,11 @@ from torchace.nn.stacking.mode import (
     RANDOM,
     Rule,
     Stacked,
-    StackingError,
     StackingMode,
     pad_axes,
     rule,
     to_channels,
+    to_first,
     to_members,
 )
 from torchace.nn.stacking.tensor_rules import Func, functions
@@ -98,12 +98,10 @@ def _uniform(stacking: StackingMode, like: Tensor) -> Tensor:
 
 @rule(Tensor.bernoulli_)
 def _bernoulli(stacking: StackingMode, func: Func, x: Any, p: Any = 0.5) -> Any:
-    if not isinstance(x, Stacked) or len(x.data) != stacking.num_members:
-        raise StackingError("random numbers would be written into a tensor that all members share")
-    if stacking.rng is None or x.layout == CHANNELS or isinstance(p, Stacked):
-        x.data.bernoulli_(p.data if isinstance(p, Stacked) else p)
-    else:
-        x.data.copy_(_uniform(stacking, x.data) < p)
+    stacking.check_own(x)
+    data = to_first(x, stacking.num_members)
+    p = pad_axes(to_members(p, stacking.num_members), x.ndim) if isinstance(p, Stacked) else p
+    data.bernoulli_(p) if stacking.rng is None else data.copy_(_uniform(stacking, data) < p)
     return x
 
 

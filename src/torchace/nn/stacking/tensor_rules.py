@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchace.nn.stacking.mode import (
     StackingError,
     StackingMode,
     expand_groups,
+    is_in_place,
     pad_axes,
     rule,
     to_first,
@@ -26,7 +28,6 @@ from torchace.nn.stacking.mode import (
 )
 
 Func = Callable[..., Any]
-SHARED_WRITE = "a member's values would be written into a tensor that all members share"
 
 
 def functions(*names: str) -> list[Any]:
@@ -99,10 +100,16 @@ def _convert(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: A
 def _broadcast(stacking: StackingMode, func: Func, *args: Any, **kwargs: Any) -> Any:
     count = stacking.num_members
     tensors = [v for v in (*args, *kwargs.values()) if _is_tensor(v)]
-    stacked = [v for v in tensors if isinstance(v, Stacked)]
     ndim = max(v.ndim for v in tensors)
+    if ndim and any(isinstance(v, Stacked) and not v.ndim for v in tensors):
+        dtype = functools.reduce(torch.promote_types, [v.data.dtype for v in tensors if v.ndim])
+        cast = {id(v): _promote_like_scalar(v, dtype) for v in tensors}
+        args = tuple(cast.get(id(v), v) for v in args)
+        kwargs = {name: cast.get(id(v), v) for name, v in kwargs.items()}
+        tensors = list(cast.values())
+    stacked = [v for v in tensors if isinstance(v, Stacked)]
     first = next((v for v in stacked if v.layout != FIRST), stacked[0])
-    in_place = _is_in_place(func)
+    in_place = is_in_place(func)
     if len(tensors) == 1:
         return Stacked(_call(func, args, kwargs, {id(first): first.data}), first.layout)
     if first.layout != FIRST:
@@ -112,7 +119,7 @@ def _broadcast(stacking: StackingMode, func: Func, *args: Any, **kwargs: Any) ->
     data = {id(v): to_first(v, count) for v in stacked}
     entries = {key: len(d) for key, d in data.items()}
     if in_place and entries.get(id(args[0]), 0) < max(entries.values()):
-        raise StackingError(SHARED_WRITE)
+        stacking.check_own(args[0])
     if len(set(entries.values())) > 1:
         data = {key: expand_groups(d, count) for key, d in data.items()}
     aligned = {id(v): pad_axes(data[id(v)], ndim) for v in stacked}
@@ -135,13 +142,16 @@ def _align(value: Any, first: Stacked, ndim: int) -> Tensor | None:
     return data.reshape(1, -1, *data.shape[2:]) if data.shape[:2].numel() == sizes[1] else None
 
 
+def _promote_like_scalar(value: Any, dtype: torch.dtype) -> Any:
+    """Cast a member's number as type promotion does beside a tensor with axes and this type."""
+    if not isinstance(value, Stacked) or value.ndim:
+        return value
+    promoted = torch.result_type(torch.empty(1, dtype=dtype), torch.empty((), dtype=value.data.dtype))
+    return Stacked(value.data.to(promoted))
+
+
 def _call(func: Func, args: Any, kwargs: dict[str, Any], data: dict[int, Tensor]) -> Any:
     return func(*(data.get(id(v), v) for v in args), **{name: data.get(id(v), v) for name, v in kwargs.items()})
-
-
-def _is_in_place(func: Func) -> bool:
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
 
 
 # Functions along axes: a member's axis d is axis d + 1 of the stacked tensor
@@ -272,8 +282,7 @@ def _getitem(stacking: StackingMode, func: Func, x: Any, index: Any) -> Any:
 @rule(Tensor.__setitem__)
 def _setitem(stacking: StackingMode, func: Func, x: Any, index: Any, value: Any) -> None:
     index = index if isinstance(index, tuple) else (index,)
-    if not isinstance(x, Stacked) or len(to_first(x, stacking.num_members)) != stacking.num_members:
-        raise StackingError(SHARED_WRITE)
+    stacking.check_own(x)
     if any(isinstance(part, (Tensor, list, Stacked)) for part in index):
         raise StackingError("values are written to positions given by a tensor")
     place = to_first(x, stacking.num_members)[(slice(None), *index)]
