@@ -66,6 +66,7 @@ FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "no header": ("t.csv", b"5.1,3.5,1\n4.9,3.0,0\n", ("5.1, 3.5, 1", "row of names")),
     "no header, whole numbers": ("t.csv", b"1,0,1\n0,1,0\n", ("1, 0, 1", "row of names")),
     "a value too many": ("t.csv", GOOD + b"3,long,cat,4\n", ("4 values in row 3", "3 column names", "comma")),
+    "a value too many in the first row": ("t.csv", b"a,b\n1,2,5\n1,2\n", ("3 values in row 1", "2 column names")),
     "a value too few": ("t.csv", GOOD + b"3,long\n", ("2 values in row 3", "3 column names")),
     "a value too few after blank lines": ("t.csv", GOOD + b"\n\n\n3\n", ("1 values in row 3",)),
     "a value too many by semicolon": ("t.csv", b"a;b\n1;2\n1;2;3\n", ("3 values in row 2", "semicolon")),
@@ -120,7 +121,7 @@ PLACES: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     "nothing": ("t.csv", lambda path: None, ("There is no file", "check the path")),
     "a similar name": ("tabel.csv", lambda path: (path.parent / "table.csv").write_bytes(GOOD), ("'table.csv'",)),
     "no folder": ("nowhere/t.csv", lambda path: None, ("There is no file",)),
-    "a folder": ("data", folder, ("give a file",)),
+    "a folder": ("data", folder, ("is not a file",)),
     "a folder of Parquet files": ("t.parquet", folder, ("is not a file",)),
     "a pipe": ("t.csv", os.mkfifo, ("is not a file",)),
 }

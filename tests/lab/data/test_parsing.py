@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import uuid
 from decimal import Decimal
 
 import numpy as np
@@ -82,14 +83,24 @@ COLUMNS: dict[str, tuple[pd.Series, list[str | None], bool]] = {
     "intervals": (pd.Series(pd.cut([1, 9], [0, 5, 10])), ["(0, 5]", "(5, 10]"], False),
     "sparse": (pd.Series([0, 0, 1], dtype=pd.SparseDtype("int")), ["0", "0", "1"], True),
     "dates": (pd.Series(pd.to_datetime(["2020-01-02", None])), ["2020-01-02 00:00:00.000000", None], False),
+    "dates in seconds": (
+        pd.Series(pd.to_datetime(["2020-01-02"])).dt.as_unit("s"),
+        ["2020-01-02 00:00:00.000000"],
+        False,
+    ),
+    "times of day": (pd.Series([datetime.time(1), None, datetime.time(2, 3)]), ["01:00:00", None, "02:03:00"], False),
+    "durations": (pd.Series(pd.to_timedelta([1, 2], unit="s")).dt.as_unit("ns"), ["1000000", "2000000"], True),
+    "periods": (pd.Series(pd.period_range("2020-01", periods=2, freq="M")), ["2020-01", "2020-02"], False),
+    "UUIDs": (pd.Series([uuid.UUID(int=7)]), ["00000000-0000-0000-0000-000000000007"], False),
+    "dates of NumPy": (pd.Series([np.datetime64("2020-01-02")], dtype=object), ["2020-01-02"], False),
     "objects": (
         pd.Series([1, 2.5, Decimal("3.0"), None, np.nan, pd.NA, pd.NaT, np.int8(4), np.float32(0.1)], dtype=object),
         ["1", "2.5", "3.0", None, None, None, None, "4", "0.1"],
         True,
     ),
     "mixed objects": (
-        pd.Series([True, "x", datetime.date(2020, 1, 2), 7], dtype=object),
-        ["True", "x", "2020-01-02", "7"],
+        pd.Series([True, "x", datetime.date(2020, 1, 2), datetime.time(1), 7, 8.0], dtype=object),
+        ["True", "x", "2020-01-02", "01:00:00", "7", "8"],
         False,
     ),
     "nothing": (pd.Series([None, None]), [None, None], True),
@@ -125,7 +136,9 @@ def test_numbers_are_copies():
 
 
 @pytest.mark.parametrize(
-    "cells", [[1, [2]], [{}], [1, b"x"], [(1, 2)], [np.zeros(2)]], ids=["list", "dict", "bytes", "tuple", "array"]
+    "cells",
+    [[1, [2]], [{}], [1, b"x"], [1j], [(1, 2)], [np.zeros(2)]],
+    ids=["list", "dict", "bytes", "complex", "tuple", "array"],
 )
 @pytest.mark.parametrize("read", [texts, numbers])
 def test_invalid_cells(cells, read):

@@ -68,6 +68,7 @@ def test_encodings(tmp_path, encoding, name):
         ('"","a","b"\n"1",5,6\n"2",7,8\n', ["row names", "a", "b"]),  # R's write.csv, and pandas's index
         ('"a" "b"\n"r 1" 5 6\n"r 2" 7 8\n'.replace(" ", "\t").replace("r\t", "r "), ["row names", "a", "b"]),
         ("a;b;\n1;2;\n3;4;\n", ["a", "b", "column 3"]),
+        ("a,b\n1,2,\n3,4,\n", ["a", "b", "column 3"]),  # a delimiter at the end of each row is no row name
     ],
 )
 def test_columns_without_a_name(tmp_path, text, names):
@@ -222,6 +223,8 @@ def test_the_index_of_pandas_is_no_column(tmp_path):
     again = read_table(tmp_path / "t.parquet")
     assert list(again.columns) == ["a"]
     assert list(again.index) == [0, 1, 2]
+    frame.rename_axis("name").to_parquet(tmp_path / "t.parquet")
+    assert read_table(tmp_path / "t.parquet").to_dict("list") == {"a": [1, 2, 3], "name": [7, 3, 5]}
 
 
 def test_npz(tmp_path):

@@ -189,14 +189,19 @@ def _to_strings(column: Series) -> Any:
         cells = cells.combine_chunks() if isinstance(cells, pa.ChunkedArray) else cells
         if pa.types.is_boolean(cells.type):
             cells = pc.if_else(cells, "True", "False")
-        if pa.types.is_decimal(cells.type):
-            cells = cells.cast(pa.float64())
-        return cells.cast(pa.large_string())
-    except (pa.ArrowException, OverflowError):  # objects of several types
-        is_text = [pd.api.types.is_scalar(cell) and not isinstance(cell, bytes) for cell in column]
-        if not all(is_text):
-            raise CellError(column, is_text.index(False)) from None
-        return pa.array([None if pd.isna(cell) else str(cell) for cell in column], pa.large_string())
+        units = {"decimal": pa.float64(), "time": pa.time32("s"), "duration": pa.duration("us")}
+        for name, unit in {**units, "timestamp": pa.timestamp("us")}.items():  # the same texts from all files
+            if getattr(pa.types, f"is_{name}")(cells.type):
+                cells = cells.cast(unit, safe=False)
+        if not isinstance(cells.type, pa.BaseExtensionType):  # such as periods
+            return cells.cast(pa.large_string())
+    except (pa.ArrowException, OverflowError, TypeError):  # objects of several types
+        pass
+    is_text = [pd.api.types.is_scalar(cell) and not isinstance(cell, bytes | complex) for cell in column]
+    if not all(is_text):
+        raise CellError(column, is_text.index(False))
+    values = (number_text(cell) if isinstance(cell, float) else str(cell) for cell in column)
+    return pa.array(values, pa.large_string(), mask=np.asarray(column.isna()))
 
 
 # -- formats of columns ------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def iterate_table(path: str | os.PathLike[str], *, rows: int = 65_536) -> Iterat
         similar = suggestion(file.name, os.listdir(file.parent)) if file.parent.is_dir() else ""
         raise DataError(f"There is no file {file}{similar}; check the path.")
     if suffix is None or not file.is_file():
-        what = "is not a file" if suffix else "has an unknown suffix"
+        what = "has an unknown suffix" if file.is_file() else "is not a file"
         raise DataError(f"{file} {what}; give a file whose name ends in {', '.join(others)} or {last}.")
     return _number_rows(READERS[suffix](file, rows), file)
 
@@ -83,12 +83,12 @@ def _check_names(names: list[str], path: Path) -> None:
 def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
     """Iterate over the rows of a CSV file, at most `rows` at a time."""
     encoding = _text_encoding(path)
-    delimiter, has_row_names = _find_layout(path, encoding)
+    delimiter, unnamed = _find_layout(path, encoding)
     dialect: dict[str, Any] = {"delimiter": delimiter, "skipinitialspace": True, "strict": True}
     with _open_text(path, encoding) as file:
         reader, previous, count = csv.reader(file, **dialect), 0, 0
         try:
-            names = _column_names(next(filter(any, reader), []), has_row_names, path)
+            names = _column_names(next(filter(any, reader), []), unnamed, path)
             previous = reader.line_num
             while lines := list(islice(file, rows)):
                 frame = _parse_regular("".join(lines), names, delimiter)
@@ -171,23 +171,29 @@ def _text_encoding(path: Path) -> str:
     return "utf-8-sig"
 
 
-def _find_layout(path: Path, encoding: str) -> tuple[str, bool]:
-    """Delimiter that gives the first rows the most columns, equally many each; whether R wrote row names."""
-    widths = {}
+def _find_layout(path: Path, encoding: str) -> tuple[str, int | None]:
+    """Delimiter that gives the first rows the most columns, equally many each; place of a column that has no name.
+
+    If rows have one cell more than the header, it is the first, as R writes row names, or the last if it is empty.
+    """
+    samples: dict[str, list[list[str]]] = {}
     for delimiter in ["\t"] if ".tsv" in path.name.lower() else DELIMITERS:
         with _open_text(path, encoding) as file:
             rows = filter(any, csv.reader(file, delimiter=delimiter, skipinitialspace=True))
-            widths[delimiter] = [len(row) for row in islice(rows, SAMPLE_ROWS)] or [0]
+            samples[delimiter] = list(islice(rows, SAMPLE_ROWS)) or [[]]
 
     def fit(delimiter: str) -> tuple[bool, int]:
-        width, *others = widths[delimiter]
+        width, *others = map(len, samples[delimiter])
         return width > 1 and (set(others) <= {width} or set(others) == {width + 1}), width
 
-    best = max(widths, key=fit)
-    return best, widths[best][1:2] == [widths[best][0] + 1]
+    best = max(samples, key=fit)
+    (is_regular, width), cells = fit(best), [row[-1] for row in samples[best][1:]]
+    if not is_regular or not cells or len(samples[best][1]) == width:
+        return best, None
+    return best, 0 if any(cells) else width
 
 
-def _column_names(header: list[str], has_row_names: bool, path: Path) -> list[str]:
+def _column_names(header: list[str], unnamed: int | None, path: Path) -> list[str]:
     names = [name.strip() for name in header]
     if names and _is_data(names):
         raise DataError(
@@ -195,7 +201,8 @@ def _column_names(header: list[str], has_row_names: bool, path: Path) -> list[st
             "names above it."
         )
     _check_names([name for name in names if name], path)
-    names = ["", *names] if has_row_names else names
+    if unnamed is not None:
+        names.insert(unnamed, "")
     return [name or ("row names" if i == 0 else f"column {i + 1}") for i, name in enumerate(names)]
 
 
@@ -217,7 +224,8 @@ def parquet_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
         names = [name for name in file.schema_arrow.names if not name.startswith("__index_level_")]  # of pandas
         _check_names(names, path)
         for batch in file.iter_batches(batch_size=rows, columns=names):
-            yield batch.to_pandas(types_mapper=pandas().ArrowDtype)
+            # without pandas's metadata, which make a named index of a column
+            yield batch.to_pandas(types_mapper=pandas().ArrowDtype, ignore_metadata=True)
 
 
 def npz_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
