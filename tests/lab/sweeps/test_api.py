@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import inspect
+import linecache
 import signal
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from torchace.lab.data.splits import random_split
 from torchace.lab.schema.experiment import DataSection, ModelSection, SweepSection, TrainSection
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
+from torchace.lab.sweeps.fingerprint import source_digest
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.nn.base import EnsembleModule
 
@@ -274,6 +276,31 @@ def test_a_function_of_another_file_of_the_user_is_part_of_the_fingerprint(
             continue
         with pytest.raises(RunStoreError, match="holds runs with another factory of members"):
             ace.sweep("factories:make", TRAIN, TEST, **SMALL, out=own_code / "out")
+
+
+def test_the_code_of_an_installed_package_is_part_of_the_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "site-packages").mkdir()
+    monkeypatch.syspath_prepend(folder)
+    code = """def one(): ...
+def two(): ...
+KNOWN = {one, two, len}
+def activation(): return "ReLU"
+class Net:
+    def __init__(self): self.last = activation()
+def make(): return Net() if KNOWN else None
+"""
+    digests = []
+    for content in (code, code, code.replace("ReLU", "Tanh")):
+        (folder / "installed_nets.py").write_text(content)
+        linecache.clearcache()
+        sys.modules.pop("installed_nets", None)
+        importlib.invalidate_caches()
+        module = importlib.import_module("installed_nets")
+        digests.append((source_digest(module.make), source_digest(module.Net)))
+    assert digests[0] == digests[1]  # functions in a set have other addresses
+    assert not set(digests[0]) & set(digests[2])
 
 
 def test_a_metric_object_is_the_same_after_its_use(tmp_path: Path) -> None:
