@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import inspect
+import linecache
 import signal
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from torchace.lab.data.splits import random_split
 from torchace.lab.schema.experiment import DataSection, ModelSection, SweepSection, TrainSection
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
+from torchace.lab.sweeps.fingerprint import source_digest
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.nn.base import EnsembleModule
 
@@ -276,6 +278,31 @@ def test_a_function_of_another_file_of_the_user_is_part_of_the_fingerprint(
             ace.sweep("factories:make", TRAIN, TEST, **SMALL, out=own_code / "out")
 
 
+def test_the_code_of_an_installed_package_is_part_of_the_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "site-packages").mkdir()
+    monkeypatch.syspath_prepend(folder)
+    code = """def one(): ...
+def two(): ...
+KNOWN = {one, two, len}
+def activation(): return "ReLU"
+class Net:
+    def __init__(self): self.last = activation()
+def make(): return Net() if KNOWN else None
+"""
+    digests = []
+    for content in (code, code, code.replace("ReLU", "Tanh")):
+        (folder / "installed_nets.py").write_text(content)
+        linecache.clearcache()
+        sys.modules.pop("installed_nets", None)
+        importlib.invalidate_caches()
+        module = importlib.import_module("installed_nets")
+        digests.append((source_digest(module.make), source_digest(module.Net)))
+    assert digests[0] == digests[1]  # functions in a set have other addresses
+    assert not set(digests[0]) & set(digests[2])
+
+
 def test_a_metric_object_is_the_same_after_its_use(tmp_path: Path) -> None:
     metric = torchmetrics.classification.MulticlassF1Score(10)
     first = ace.sweep(CNN, TRAIN, TEST, **SMALL, metrics=metric, out=tmp_path).to_frame()
@@ -390,6 +417,13 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "number": (3, {}, "`member` to be a function that returns a new module, but got int"),
     "no module": (lambda: 3, {}, "to return a module .*, but it returned int"),
     "the same": (lambda: SHARED, {}, "to return a new module at every call, but it returned the same one twice"),
+    "no parameters": (nn.Flatten, {}, "a module with parameters to train"),
+    "frozen": (lambda: CNN().requires_grad_(False), {}, "a module with parameters to train, but <lambda> returned one"),
+    "lazy": (
+        lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)),
+        {},
+        "has lazy layers without weights. Give their input sizes",
+    ),
     "raises": (lambda: nn.Linear(-1, 3), {}, "The function <lambda> failed with RuntimeError: "),
     "architectures": (Odd, {}, "of one architecture.*All calls of Odd must return the same architecture"),
     "outputs": (lambda: CNN(classes=7), {}, r"to return \(N, 10\), .*, but it returned \(4, 7\)"),
@@ -422,6 +456,14 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "object": (CNN, {"arguments": {"width": nn.Identity()}}, "Expected `arguments` and .*functools.partial"),
     "optimizer": (CNN, {"optimizer": torch.optim.SGD([torch.ones(1)], lr=1)}, "got an object of type SGD"),
     "rates": (CNN, {"optimizer_arguments": {"lr": 0.2}}, "`optimizer_arguments` has `lr`; give it as `learning_rate`"),
+    "decays": (
+        CNN,
+        {"weight_decay": 0.1, "optimizer_arguments": {"weight_decay": 0.5}},
+        "`optimizer_arguments` has `weight_decay` too; give it once",
+    ),
+    "no λ": (CNN, {"diversities": None}, "Expected diversities to be a list, but got None"),
+    "no seeds": (CNN, {"seeds": None}, "Expected seeds to be a list, but got None"),
+    "no batches": (CNN, {"batch_size": None}, "Expected batch_size to be a whole number, but got None"),
     "at": (CNN, {"at": "head"}, "`at` needs kind='branch', but got kind='separate'"),
     "parallel": (CNN, {"parallel": "members"}, r"parallel='members' needs several processes: torchrun"),
     "limit": (CNN, {"limit": 999}, "^limit: expected at most 160"),

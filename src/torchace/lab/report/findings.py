@@ -48,7 +48,7 @@ def headline(results: Results, arm: ArmSummary) -> Headline | None:
     Verdict and interval are those of the paired differences: corrected for the number of λ, however λ was chosen.
     """
     metric, comparison = results.metrics[results.task.loss], compare(results, arm, results.task.loss)
-    if comparison is None or arm.num_members == 1:
+    if comparison is None:
         return None
     split = "validation" if comparable_means(results, arm, metric.key, "validation") else "test"
     means = comparable_means(results, arm, metric.key, split)

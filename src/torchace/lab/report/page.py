@@ -69,10 +69,14 @@ def contents(results: Results) -> Page:
     for arm in () if many else results.arms:
         found += model_findings(results, arm) if results.model else findings(results, arm)
     sections = [*_result_sections(results, groups, many), *_setup_sections(results)]
-    filled = [replace(section, items=[item for item in section.items if item[1]]) for section in sections]
+    filled = [replace(section, items=list(filter(_is_filled, section.items))) for section in sections]
     return Page(
         main, [note for note in notes if note], picture, found, [section for section in filled if section.items]
     )
+
+
+def _is_filled(item: tuple[str, Any]) -> bool:
+    return bool(item[1].sections if isinstance(item[1], tables.ReportTable) else item[1])
 
 
 def _result_sections(results: Results, groups: Mapping[str, list[FigureSpec]], many: bool) -> list[PageSection]:

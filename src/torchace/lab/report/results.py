@@ -168,7 +168,6 @@ def _variants(arm: ArmSummary, label: str) -> list[ArmSummary]:
             "label": ", ".join([label, *described] if label else described),
             "variant_of": arm.name,
             "settings": settings,
-            "layers": () if found else arm.layers,
         }
         found.append(arm.model_copy(update=update))
     return found if arm.axes else [arm]

@@ -114,8 +114,13 @@ def paired_differences(
 
 
 def compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None = None) -> Comparison | None:
-    """Compare an arm's λ with its λ=0, or with the λ=0 or only λ of another arm; None if not comparable."""
+    """Compare an arm's λ with its λ=0, or with the λ=0 or only λ of another arm; None if not comparable.
+
+    λ has no effect on one member: differences to its λ=0 are rounding errors.
+    """
     anchor = reference or arm
+    if anchor is arm and arm.num_members == 1:
+        return None
     data, other = results.arm_data(arm), results.arm_data(anchor)
     if (data.name, data.test, data.classes) != (other.name, other.test, other.classes):
         return None

@@ -147,10 +147,8 @@ def result_table(results: Results) -> ReportTable:
 
 def detail_table(results: Results) -> ReportTable:
     """Calibration or squared error, and diversity, at every λ."""
-    measured = {key for run in results.runs for key in results.scores(run)}
-    groups = {group: tuple(key for key in keys if key in measured) for group, keys in results.task.details.items()}
     note = results.task.explain(results.task.diversity[1:])
-    return _score_table(results, results.task.details_title, groups, note)
+    return _score_table(results, results.task.details_title, results.task.details, note)
 
 
 def _score_table(
@@ -161,8 +159,10 @@ def _score_table(
     def paper_values(arm: ArmSummary, diversity: float) -> dict[str, float]:
         return next((row.values for row in paper if row.matches(arm, diversity)), {})
 
-    metrics, pairs = results.metrics, [(group, key) for group, keys in groups.items() for key in keys]
-    shown = {key for arm in results.arms for d in results.diversities(arm) for key in paper_values(arm, d)}
+    metrics, cells = results.metrics, [(arm, d) for arm in results.arms for d in results.diversities(arm)]
+    pairs = [(group, key) for group, keys in groups.items() for key in keys]
+    pairs = [(group, key) for group, key in pairs if any(summarize_metric(results, *cell, key) for cell in cells)]
+    shown = {key for cell in cells for key in paper_values(*cell)}
     columns: list[str | ReportColumn] = ["λ", ReportColumn("Seeds", short_label="n")]
     for group, key in pairs:
         columns.append(ReportColumn(metrics[key].label, group, metrics[key].short_label))
@@ -181,7 +181,7 @@ def _score_table(
                 if key in shown:
                     row.append(Cell(metrics[key].number(stated[key]) if key in stated else NONE, kind="paper"))
             rows.append(row)
-        sections.append((arm_title(arm), rows))
+        sections += [(arm_title(arm), rows)] * bool(rows)
     return make_table(caption, columns, sections, note)
 
 

@@ -184,6 +184,8 @@ class TrainSection(Section):
     def _check(self) -> Self:
         if "lr" in self.optimizer_arguments:
             raise ValueError("`optimizer_arguments` has `lr`; give it as `learning_rate`.")
+        if "weight_decay" in self.optimizer_arguments and self.weight_decay:
+            raise ValueError("`optimizer_arguments` has `weight_decay` too; give it once.")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("expected `epochs` or `steps`, but got both.")
         if self.schedule == "step" and not self.milestones:

@@ -236,7 +236,6 @@ class ArmSummary(ResultModel):
     num_members: Count
     batches: str = "shared"
     network: str = ""
-    layers: Items[Annotated[tuple[str, str, str], Field(strict=False)]] = ()  # layer, function, how it is computed
     parameters: Count | None = None
     diversities: Items[Number]
     axes: dict[Annotated[str, Field(pattern=f"^({'|'.join(AXES)})$")], Items[Number]] = {}  # with their values

@@ -162,7 +162,7 @@ def _parse(settings: dict[str, Any], components: Components) -> Experiment:
         if key not in _SETTINGS:
             hint = did_you_mean(key, [*_SETTINGS, *(sweep.__kwdefaults__ or ())])
             raise TypeError(f"sweep() got an unexpected keyword argument {key!r}.{hint}")
-        if value is not None:
+        if value is not None or key in ("batch_size", "diversities", "learning_rate", "seeds"):  # these need a value
             content[_SETTINGS[key]][key] = to_python(value)
     content["data"]["name"], content["model"]["factory"] = GIVEN, object_name(components.member)
     kind, runs = settings["kind"], content["sweep"]

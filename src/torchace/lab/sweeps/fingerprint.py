@@ -54,14 +54,14 @@ def _describe(value: Any, seen: set[int]) -> Any:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, set | frozenset):  # sets have no fixed order
-        return sorted(map(repr, value))
+        return sorted((_describe(item, set(seen)) for item in value), key=repr)
     if isinstance(value, dict):
         return [(key, _describe(value[key], seen)) for key in sorted(value, key=repr)]
     if isinstance(value, list | tuple):
         return [type(value).__name__, *(_describe(item, seen) for item in value)]
     if isinstance(value, types.CodeType):
         return [value.co_code, value.co_names, _describe(value.co_consts, seen)]
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_meta:
         return tensor_digest([value.to_dense()])
     if isinstance(value, np.ndarray):
         return [value.shape, str(value.dtype), hashlib.sha256(value.tobytes()).hexdigest()]
@@ -75,10 +75,11 @@ def _describe(value: Any, seen: set[int]) -> Any:
     if isinstance(value, types.FunctionType):
         return _describe_function(value, seen)
     if isinstance(value, type):
-        if not _is_own(value):
+        if value.__module__.partition(".")[0] in {"torch", "torchace", *sys.stdlib_module_names}:
             return object_name(value)
         methods = [item for item in vars(value).values() if isinstance(item, types.FunctionType)]
-        return [_source(value), _describe([*filter(_is_own, value.__bases__), *methods], seen)]
+        bases = [base for base in value.__bases__ if _is_own(base, value.__module__)]
+        return [_source(value), _describe([*bases, *methods], seen)]
     if callable(value) or _is_own(type(value)):
         return [object_name(value), _describe([type(value), _attributes(value)], seen)]
     return object_name(value)
@@ -95,7 +96,7 @@ def _describe_function(function: types.FunctionType, seen: set[int]) -> list[Any
     used = [function.__globals__.get(name) for name in names]
     modules = [item for item in used if isinstance(item, types.ModuleType) and _is_local(item.__name__)]
     used += [getattr(module, name, None) for module in modules for name in names]
-    return [source, _describe([*values, *filter(_is_own, used)], seen)]
+    return [source, _describe([*values, *(item for item in used if _is_own(item, function.__module__))], seen)]
 
 
 def _global_names(code: types.CodeType) -> list[str]:
@@ -122,11 +123,12 @@ def _source(value: Any) -> Any:
         return ""
 
 
-def _is_own(value: Any) -> bool:
-    """Whether a value is a number, text, list or tensor, or is defined in a file of the user."""
+def _is_own(value: Any, module: str = "") -> bool:
+    """Whether a value is a number, text, list or tensor, or is defined in this module or in a file of the user."""
     if isinstance(value, (*_PLAIN, list, tuple, dict, set, Tensor, np.ndarray)):
         return True
-    return _is_local(getattr(value, "__module__", None) or "")
+    defined = getattr(value, "__module__", None) or ""
+    return (bool(module) and defined == module) or _is_local(defined)
 
 
 def _is_local(module: str) -> bool:

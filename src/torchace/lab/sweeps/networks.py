@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchace.lab.data import Dataset, hashed_key
 from torchace.lab.data.rng import use_seed
@@ -113,6 +114,10 @@ class Factory:
                 f"Expected {self.name} to return one member, but it returned the ensemble {type(module).__name__}. "
                 "Use kind='smoc' or kind='branch' for a function that returns an ensemble."
             )
+        if any(is_lazy(parameter) for parameter in module.parameters()):
+            raise ConfigError(f"The module of {self.name} has lazy layers without weights. Give their input sizes.")
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigError(f"Expected a module with parameters to train, but {self.name} returned one without any.")
         return module
 
     def _check_members(self, members: list[nn.Module]) -> None:
