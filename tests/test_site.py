@@ -87,6 +87,10 @@ def test_every_page_opens_without_an_error_and_fits_a_phone(served: str, site: P
         assert page.wait("document.querySelector('h1')?.innerText"), name
         assert page.value("[...document.images].filter(i => !i.naturalWidth).map(i => i.src)") == [], name
         assert page.value("document.documentElement.scrollWidth") <= PHONE, name
+        assert page.value("document.documentElement.lang") == "en", name
+        assert page.value("document.querySelectorAll('h1').length") == 1, name
+        unnamed = "[...document.querySelectorAll('img, svg.figure')].filter(i => !(i.alt || i.ariaLabel)).length"
+        assert page.value(unnamed) == 0, name
     page.close()
 
 
@@ -100,6 +104,11 @@ def test_a_wide_table_scrolls_and_shows_it(served: str, browser: Browser) -> Non
     )
     assert max(inner for inner, *_ in boxes) > PHONE
     assert all(outer <= PHONE and gradients == 4 for _, outer, gradients in boxes)  # two of them are shadows
+    # by keyboard too: what scrolls can be focused
+    page.wait("document.querySelector('.md-typeset__scrollwrap').tabIndex === 0")
+    wide = "[...document.querySelectorAll('article *')].filter(e => e.scrollWidth > e.clientWidth + 1)"
+    scrolls = "/auto|scroll/.test(getComputedStyle(e).overflowX)"
+    assert page.value(f"{wide}.filter(e => {scrolls} && e.tabIndex < 0).map(e => e.className)") == []
     page.close()
 
 

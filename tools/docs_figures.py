@@ -1,7 +1,7 @@
 """Draw the documentation's figures with the library: `python tools/docs_figures.py`.
 
 Every figure is written twice, for wide pages and for phones. Its text and lines take the reader's colors: from the
-page where the SVG is part of it (tools/docs_inline.py), from the system's light or dark scheme elsewhere.
+page where the SVG is part of it (tools/docs_pages.py), from the system's light or dark scheme elsewhere.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def mark_gain(ax: Axes, runs: list[dict[str, Any]]) -> None:
     ax.text(0.5, means[0.0] + 0.0006, "members fitted alone (λ=0)", ha="center", va="bottom", fontsize=8)
     ax.annotate("", (best, means[best]), (best, means[0.0]), arrowprops={"arrowstyle": "->", "color": ORANGE})
     change = f"{means[best] / means[0.0] - 1:+.0%}".replace("-", "−")
-    ax.text(best - 0.03, means[best] * 0.4 + means[0.0] * 0.6, change, ha="right", fontsize=12, color=ORANGE)
+    ax.text(best - 0.03, means[best] * 0.4 + means[0.0] * 0.6, change, ha="right", fontsize=12)
     ax.set_ylim(None, means[0.0] + 0.004)
 
 

@@ -6,6 +6,7 @@ Committed outputs are small and the same in every execution: figures are SVG wit
 from __future__ import annotations
 
 import copy
+import html
 import json
 import os
 import re
@@ -113,7 +114,10 @@ def _svg(text: str, prefix: str) -> str:
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px; font-family: var(--md-text-font-family)", text)
     width = re.search(r'width="([\d.]+)pt" height="[\d.]+pt"', text)
     assert width is not None
-    text = text.replace(width[0], f'class="figure" role="img" style="max-width: {width[1]}pt; fill: var(--ink)"', 1)
+    words = dict.fromkeys(re.findall(r">([^<>]*[^\W\d_][^<>]*)</text>", text))  # no ticks
+    label = html.escape(html.unescape("Figure: " + "; ".join(words)))
+    attributes = f'class="figure" role="img" aria-label="{label}" style="max-width: {width[1]}pt; fill: var(--ink)"'
+    text = text.replace(width[0], attributes, 1)
     return re.sub(r"\n\s*", " ", text)  # one line: Markdown leaves it alone
 
 
