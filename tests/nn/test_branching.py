@@ -421,7 +421,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"never calls the layer 'blocks'.*such as 'blocks.0'"):
         branch(model, K, at="blocks")
     assert branch(model, K, at="blocks.1")(torch.randn(6, 4)).shape == (K, 6, 5)
-    with pytest.raises(ValueError, match="Expected `at` to name a layer of the model, but got 3. It has 'first', "):
+    with pytest.raises(ValueError, match=r"Expected `at` to name a layer of the model, but got 3\. It has 'first', "):
         branch(model, K, at=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Expected `model` to be a module, but got str"):
         branch("resnet", K, at="fc")  # type: ignore[arg-type]
