@@ -21,7 +21,7 @@ from torchace._files import PARTIAL, StrPath, fsync_directory, is_unchanged, rea
 Json = dict[str, Any]
 
 FORMAT = "torchace model"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 REPAIR = "copy the model again or save it anew"
 
@@ -40,12 +40,14 @@ def to_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
 def write_model(path: StrPath, manifest: Json, weights: bytes) -> None:
     """Write a model directory under a temporary name and rename it; a model at `path` is replaced."""
     path = Path(os.path.realpath(path))
-    if os.path.lexists(path) and (not path.is_dir() or set(os.listdir(path)) != {MANIFEST, WEIGHTS}):
+    if os.path.lexists(path) and not _is_model(path):
         raise ModelFileError(f"{path} exists and is not a model, so it is kept; remove it or choose another path.")
     header = {"format": FORMAT, "format_version": FORMAT_VERSION}
     content = with_checksum({**header, **manifest, "weights_sha256": hashlib.sha256(weights).hexdigest()})
     temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     previous = path.with_name(f".{path.name}.{os.getpid()}.previous")
+    for stale in (temporary, previous):  # of a killed process with the same id
+        shutil.rmtree(stale, ignore_errors=True)
     try:
         write_atomic(temporary / WEIGHTS, weights)
         write_atomic(temporary / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
@@ -54,14 +56,25 @@ def write_model(path: StrPath, manifest: Json, weights: bytes) -> None:
         os.rename(temporary, path)
         fsync_directory(path.parent)
     except OSError as error:
-        if previous.exists():
-            os.rename(previous, path)
         raise ModelFileError(
             f"The model could not be saved as {path} ({error.strerror}); fix the cause, or choose another path."
         ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
+        if previous.exists() and not path.exists():  # also after Ctrl-C
+            os.rename(previous, path)
+        for rest in (temporary, previous):
+            shutil.rmtree(rest, ignore_errors=True)
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a directory holds a model of any version and nothing else."""
+    if not path.is_dir() or set(os.listdir(path)) != {MANIFEST, WEIGHTS}:
+        return False
+    try:
+        manifest = read_json(path / MANIFEST)
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
 def read_manifest(directory: StrPath) -> Json:
@@ -78,7 +91,9 @@ def read_manifest(directory: StrPath) -> Json:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ModelFileError(f"{file} is not a manifest of torchace; give the directory of a model that it saved.")
     if (version := manifest.get("format_version")) != FORMAT_VERSION:
-        raise ModelFileError(f"{file} has format {version}, but {FORMAT_VERSION} is needed; update torchace.")
+        is_newer = isinstance(version, int) and version > FORMAT_VERSION
+        remedy = "update torchace" if is_newer else "save or train the model again"
+        raise ModelFileError(f"{file} has format {version}, but {FORMAT_VERSION} is needed; {remedy}.")
     if not is_unchanged(manifest):
         raise ModelFileError(f"{file} was altered after it was written; {REPAIR}.")
     return manifest

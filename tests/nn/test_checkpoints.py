@@ -319,6 +319,6 @@ def test_argument_errors(tmp_path):
         Ensemble.from_checkpoints(net, str(tmp_path / "a.pt"))
     with pytest.raises(ValueError, match="at least one member"):
         Ensemble.from_checkpoints(net, [])
-    for wrong in (net(), lambda: 3):
+    for wrong in (net(), lambda: 3, "resnet"):
         with pytest.raises(TypeError, match="a function that returns a model"):
             Ensemble.from_checkpoints(wrong, [tmp_path / "a.pt"])

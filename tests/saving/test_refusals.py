@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save as save_safetensors
+from torch import nn
 
 from tests.support.saved_models import one_sentence, save_example, state
 from torchace._files import with_checksum
 from torchace.models import mlp
 from torchace.nn import Ensemble
 from torchace.nn.base import EnsembleModule
-from torchace.saving import ModelFileError, load_model, load_weights
+from torchace.saving import ModelFileError, load_model, load_weights, save_model
 
 
 @pytest.fixture
@@ -47,8 +49,8 @@ def to_pickle_of_torch(file: Path) -> None:
     torch.save({"weight": torch.zeros(3)}, file)
 
 
-def newer(file: Path) -> None:
-    file.write_text(file.read_text().replace('"format_version": 1', '"format_version": 2'))
+def change_version(file: Path, version: int) -> None:
+    file.write_text(file.read_text().replace('"format_version": 2', f'"format_version": {version}'))
 
 
 MANIFESTS: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -60,7 +62,8 @@ MANIFESTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "not UTF-8": (lambda file: file.write_bytes(b"\xff\xfe{}"), "not the JSON"),
     "a list": (lambda file: file.write_text("[]"), "is not a manifest of torchace"),
     "of another tool": (lambda file: file.write_text("{}"), "is not a manifest of torchace"),
-    "newer": (newer, "update torchace"),
+    "newer": (lambda file: change_version(file, 3), "update torchace"),
+    "older": (lambda file: change_version(file, 1), "has format 1, but 2 is needed; save or train the model again"),
     "altered": (lambda file: file.write_text(file.read_text().replace("softmax", "sigmoid")), "altered"),
 }
 
@@ -124,3 +127,46 @@ def test_spaces_in_the_manifest_do_not_matter(saved: tuple[Path, EnsembleModule]
     file = path / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()), indent=4))
     assert state(load_model(path)) == state(ensemble)
+
+
+class ExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_state_that_is_not_a_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"'members.0._extra_state' is not a tensor; only tensors can be saved"):
+        save_model(tmp_path / "model", Ensemble([ExtraState(4, 2)]))
+
+
+def test_weights_are_not_cast_silently(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", Ensemble([nn.Linear(4, 2).double()]))
+    with pytest.raises(ModelFileError, match=r"float64 in the file and torch.float32 in the module"):
+        load_weights(Ensemble([nn.Linear(4, 2)]), tmp_path / "model")
+
+
+def test_a_directory_of_another_tool_is_kept(tmp_path: Path) -> None:
+    for name in ("manifest.json", "weights.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelFileError, match="is not a model, so it is kept"):
+        save_model(tmp_path, Ensemble([nn.Linear(4, 2)]))
+    assert (tmp_path / "manifest.json").read_text() == "{}"
+
+
+def test_interrupted_replacement_keeps_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rename = tmp_path / "model", os.rename
+    save_model(path, Ensemble([nn.Linear(4, 2)]), diversity=0.25)
+
+    def interrupt(source: Any, target: Any) -> None:
+        if str(source).endswith(".partial"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save_model(path, Ensemble([nn.Linear(4, 2)]))
+    assert load_weights(Ensemble([nn.Linear(4, 2)]), path)["diversity"] == 0.25
+    assert os.listdir(tmp_path) == ["model"]

@@ -109,7 +109,7 @@ def test_the_papers_network(tmp_path: Path) -> None:
 def test_manifest_describes_the_model(saved: tuple[Path, EnsembleModule]) -> None:
     path, ensemble = saved
     manifest = load_model(path).manifest
-    assert manifest["format_version"] == 1
+    assert manifest["format_version"] == 2
     assert manifest["diversity"] == 0.5
     assert manifest["class_names"] == ["a", "b"]
     assert manifest["extra"] == {"epochs": 3}

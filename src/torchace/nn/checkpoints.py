@@ -33,12 +33,13 @@ def load_members(
     if isinstance(paths, (str, os.PathLike)):
         raise TypeError(f"Expected a list of paths, but got one, {os.fspath(paths)!r}. Write [path].")
     files = [Path(path) for path in paths]
-    makers = list(make_model) if isinstance(make_model, Sequence) else [make_model] * len(files)
+    several = isinstance(make_model, Sequence) and not isinstance(make_model, str)
+    makers: list[Any] = list(make_model) if several else [make_model] * len(files)  # type: ignore[arg-type]
     if len(makers) != len(files):
         raise ValueError(f"Expected one function for each of {len(files)} checkpoints, but got {len(makers)}.")
     members = []
     for make, path in zip(makers, files, strict=True):
-        model: Any = None if isinstance(make, nn.Module) else make()
+        model: Any = make() if callable(make) and not isinstance(make, nn.Module) else None
         if not isinstance(model, nn.Module):
             raise TypeError("Expected `make_model` to be a function that returns a model. Write lambda: ...")
         model.load_state_dict(_match_names(_read_state(path, state_key), model, path, prefix))

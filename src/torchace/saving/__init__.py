@@ -84,7 +84,10 @@ def save_model(
         "class_names": None if class_names is None else [str(name) for name in class_names],
         "extra": _export_extra(extra),
     }
-    files.write_model(path, manifest, files.to_safetensors(saved_state(unstack(ensemble))))
+    state = saved_state(unstack(ensemble))
+    if other := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise ModelFileError(f"The ensemble's state {other[0]!r} is not a tensor; only tensors can be saved.")
+    files.write_model(path, manifest, files.to_safetensors(state))
 
 
 def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
@@ -154,7 +157,11 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> Json:
     manifest = files.read_manifest(path)
     tensors = files.read_weights(path, manifest)
     plain = unstack(module)
-    problem = find_mismatch(tensors, saved_state(plain))
+    own = saved_state(plain)
+    problem = find_mismatch(tensors, own)
+    if not problem and (cast := [name for name, value in tensors.items() if value.dtype != own[name].dtype]):
+        name = cast[0]
+        problem = f"{name!r} is {tensors[name].dtype} in the file and {own[name].dtype} in the module; convert it later"
     if not problem and isinstance(plain, EnsembleModule) and plain.link != manifest["link"]:
         problem = f"its link is {manifest['link']!r}, but the module's is {plain.link!r}"
     if problem:

@@ -65,3 +65,12 @@ def test_uninformative_columns_are_left_out(column: Any, reason: str | None) -> 
 def test_unusable_inputs_are_named(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("network", "got"),
+    [(lambda inputs, outputs: None, "it returned NoneType"), (nn.Linear(2, 2), "got Linear"), (3, "got int")],
+)
+def test_a_network_is_a_function_that_returns_a_module(network: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"that returns a module, but {got}"):
+        _fit(network=network)

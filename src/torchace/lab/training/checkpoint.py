@@ -81,7 +81,7 @@ def gather_network(network: RunGroup) -> RunGroup | None:
     return whole.train(network.training)
 
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 NUMBER = ":number"  # end of the name of an optimizer's state that is a Python number
 
@@ -176,11 +176,17 @@ class Checkpoints:
         file = self.directory / MANIFEST
         if not file.exists():
             return None
+        content = None
         with contextlib.suppress(ValueError):
             content = read_json(file)
-            if isinstance(content, dict) and is_unchanged(content) and content.get("format") == FORMAT:
-                return content
-        raise self._damaged(f"{MANIFEST} was changed or truncated")
+        if not isinstance(content, dict) or not is_unchanged(content):
+            raise self._damaged(f"{MANIFEST} was changed or truncated")
+        if content.get("format") != FORMAT:
+            raise CheckpointError(
+                f"The checkpoint in {self.directory} was written by another version of torchace. "
+                "Remove that folder to restart its runs."
+            )
+        return content
 
     def _damaged(self, reason: str) -> CheckpointError:
         return CheckpointError(

@@ -77,7 +77,14 @@ class MemberPlan:
     def member(self, num_features: int, num_outputs: int, diversity: float = 0.0) -> nn.Module:
         """Return a new network of one member, or of all if they share weights."""
         if self.network is not None:
-            return self.network(num_features, num_outputs)
+            is_function = callable(self.network) and not isinstance(self.network, nn.Module)
+            own = self.network(num_features, num_outputs) if is_function else self.network
+            if not is_function or not isinstance(own, nn.Module):
+                raise TypeError(
+                    "Expected `network` to be a function of the numbers of inputs and outputs that returns a module, "
+                    f"but {'it returned' if is_function else 'got'} {type(own).__name__}."
+                )
+            return own
         network = mlp(num_features, self.hidden, num_outputs)
         is_plain = self.encoding == "standard" or self.has_shared_weights
         return network if is_plain else scale_inputs(network, diversity)
