@@ -178,7 +178,8 @@ class ACEModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore λ."""
-        self.loss.set_diversity(checkpoint["torchace"]["diversity"])
+        if "torchace" in checkpoint:  # not in one whose weights were made elsewhere
+            self.loss.set_diversity(checkpoint["torchace"]["diversity"])
 
     def _logits_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
         args, kwargs, target = self.split_batch(batch)
