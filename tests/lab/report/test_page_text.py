@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import io
 import re
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
+from torchace._figures import DARK, LIGHT
 from torchace.lab.report import Results, markdown, read_results, rich_table, summary_sentences
 from torchace.lab.report.page import contents, table_markdown
 from torchace.lab.report.tables import Cell, ReportColumn, ReportTable, Section, result_table
@@ -117,3 +120,20 @@ def test_all_arms_stand_beside_the_headline(table1_results: Results) -> None:
     assert second.startswith("Exchanged batches. λ=")
     assert found.notes == [second]
     assert markdown(table1_results).index("Exchanged batches. λ=") < markdown(table1_results).index("## Results")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_warnings_have_enough_contrast(dark: bool) -> None:
+    source = resources.files("torchace.lab.report").joinpath("template.html").read_text("utf-8")
+    accent = np.array([*bytes.fromhex(re.findall(r"--accent: #(\w{6});", source)[dark])])
+    tint = re.findall(r"--tint: #(\w{8})", source)[dark]
+    share = int(tint[6:], 16) / 255
+    paper = np.array([*bytes.fromhex((DARK if dark else LIGHT).paper[1:])])
+    behind = share * np.array([*bytes.fromhex(tint[:6])]) + (1 - share) * paper
+
+    def luminance(color: Any) -> float:  # WCAG 2
+        channels = np.where(color / 255 <= 0.03928, color / 255 / 12.92, ((color / 255 + 0.055) / 1.055) ** 2.4)
+        return float(channels @ [0.2126, 0.7152, 0.0722])
+
+    low, high = sorted([luminance(accent), luminance(behind)])
+    assert (high + 0.05) / (low + 0.05) >= 4.5

@@ -24,6 +24,7 @@ import torchace as ace
 from torchace.lab.data import Batches, Split
 from torchace.lab.data.rng import hashed_key, use_seed
 from torchace.lab.data.splits import random_split
+from torchace.lab.report.formats import percentages
 from torchace.lab.schema.experiment import DataSection, ModelSection, SweepSection, TrainSection
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
@@ -183,13 +184,33 @@ def test_validation_data_may_be_given(form: Callable[..., Any], tmp_path: Path) 
 
 
 def test_report_plot_and_notebook(trained: ace.SweepResult) -> None:
-    assert "lowers cross entropy" in (page := trained.report().read_text()) or "beyond the noise" in page
+    table = trained.table()
+    best = table.loc[table.cross_entropy[table.index > 0].idxmin()]
+    ends = percentages([best.difference, best.low, best.high], table.cross_entropy[0.0])
+    effect = "does not change" if best.low <= 0 <= best.high else "lowers" if best.high < 0 else "raises"
+    page = trained.report().read_text().replace("\u00a0", " ")
+    assert f"λ={best.name:g} {effect} cross entropy" in page
+    assert f">{ends[0]} %</p>" in page
+    assert f"95 % interval {ends[1]} to {ends[2]} %, corrected for 2 λ" in page
+    for row in table.itertuples():  # every λ has its row
+        assert f"{row.cross_entropy:.4f} ± {row.cross_entropy_sd:.4f}" in page
     figure = trained.plot()
     assert len(figure.subfigs) == 2
     assert all(part.axes for part in figure.subfigs)
     shown = trained._repr_html_()
     assert "<table" in shown
     assert repr(trained) in shown
+
+
+def test_one_member_has_no_diversity_and_no_effect_of_it(tmp_path: Path) -> None:
+    result = ace.sweep(CNN, TRAIN, TEST, **SMALL | {"num_members": 1}, out=tmp_path)
+    assert "difference" not in result.table()  # of rounding errors
+    text = result.report().with_name("results.md").read_text()
+    assert "One member: Accuracy" in text
+    assert not any(word in text for word in ("Members: Disagreement", "Each λ against λ=0", "| – |"))
+    for file in tmp_path.glob("runs/*"):
+        file.unlink()
+    assert "## Results" not in result.report().with_name("results.md").read_text()  # no empty table
 
 
 def test_a_temporary_directory_lives_as_long_as_the_result() -> None:
