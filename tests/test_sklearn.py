@@ -325,6 +325,12 @@ def test_class_weights_are_sample_weights() -> None:
     assert balanced.predict_proba(X)[:, 1].mean() > plain.predict_proba(X)[:, 1].mean() + 0.05
 
 
+def test_class_weights_with_keys_of_numpy_are_saved(tmp_path: Path) -> None:
+    weights = {label: 1.0 + label for label in np.unique(IRIS_Y)}
+    small(epochs=1, class_weight=weights).fit(IRIS_X, IRIS_Y).save(tmp_path / "model")
+    assert ACEClassifier.load(tmp_path / "model").class_weight == {0: 1.0, 1: 2.0, 2: 3.0}
+
+
 def test_float32_is_trained_in_float32() -> None:
     double, single = small().fit(IRIS_X, IRIS_Y), small().fit(IRIS_X.astype(np.float32), IRIS_Y)
     difference = np.abs(double.predict_proba(IRIS_X) - single.predict_proba(IRIS_X)).max()

@@ -846,7 +846,10 @@ def _best(found: dict[str, Any], number: int) -> str:
 
 @pytest.mark.usefixtures("no_report")
 def test_the_command_to_train_with_works(here: Path, invoke: Invoke) -> None:
-    outcome = invoke("tune", "pets.csv", "--target", "pet", "--trials", 1, "--epochs", 1, "--out", "t")
+    outcome = invoke(
+        *("tune", "pets.csv", "--target", "pet", "--trials", 1, "--epochs", 1, "--out", "t"),
+        *("--no-early-stopping", "--skip-missing-target"),
+    )
     words = shlex.split(re.search(r"^Train with .*: torchace (.*)$", outcome.out, re.MULTILINE)[1])
     assert invoke(*words).code == 0
 

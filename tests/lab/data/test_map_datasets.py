@@ -99,7 +99,7 @@ def test_workers_read_the_same_batches() -> None:
     alone, workers = batches(Rows(add_noise)), batches(Rows(add_noise), num_workers=2)
     for epoch, step in [(0, 0), (0, 1), (1, 3)]:
         assert same(alone.batch_many([3, 8], epoch, step), workers.batch_many([3, 8], epoch, step))
-    with pytest.raises(DataError, match=r"Item 7 has tensors of shape \[\(1,\), \(\)\], but item \d+ has"):
+    with pytest.raises(DataError, match=r"^Item 7 has tensors of shape \[\(1,\), \(\)\], but item \d+ has"):
         batches(Rows(lambda i, x: x if i != 7 else x[:1]), stream=True, num_workers=2)
 
 
@@ -155,3 +155,6 @@ def test_known_labels_stratify_the_validation_part_without_reading() -> None:
     assert sorted([*train.indices.tolist(), *validation.indices.tolist()]) == list(range(COUNT))
     unknown = make_dataset(Rows(add_noise), TensorDataset(X, Y), DataOptions(num_classes=3))
     assert len(random_split(unknown.train, 6, seed=0)[1]) == 6
+    for targets in (Y.tolist() * 2, ["a"] * COUNT):  # of other items, and names
+        Known.targets = targets
+        assert make_dataset(Known(add_noise), TensorDataset(X, Y), DataOptions(num_classes=3)).train.y is None

@@ -125,6 +125,7 @@ def at(values: Tensor, index: int, value: float) -> Tensor:
             {"task": "regression"},
             "The test targets have 1 columns, but training targets have 2; use one number.",
         ),
+        (([*X[1:], X[0, :1]], Y), {}, r"The training inputs have shape \(2,\), but there are 12 targets"),
         ((X, [["a"]] * 12), {"task": "regression"}, "The training data cannot be converted to a tensor"),
         ((X, np.array(["a", "b"] * 6)), {}, "The test data has the class '0', but the training data has 'a', 'b';"),
         (FRAME, {}, "Expected a DataFrame for the test data too, but got tuple."),

@@ -65,6 +65,8 @@ def test_out_of_fold_predictions_and_temperature(classifier: ACEClassifier) -> N
 def test_importances(classifier: ACEClassifier) -> None:
     found = classifier.feature_importances(*_data(300, 1), random_state=0)
     assert list(found)[-1] == "x3"  # decides nothing
+    X, y = _data(20, 1)
+    assert len(classifier.feature_importances(X, np.zeros_like(y), n_repeats=1)) == 4  # no label holds
 
 
 def test_saved_and_read_by_the_command_line(classifier: ACEClassifier, tmp_path: Any) -> None:

@@ -343,7 +343,8 @@ def _fit_command(result: Any, request: TableRequest) -> str:
     others = {name: value for name, value in request.given.items() if name not in chosen and name != "data"}
     for name, value in {**chosen, **others}.items():
         for one in value if isinstance(value, list) else [value]:
-            words += [option_name(name), f"{one:.4g}" if isinstance(one, float) else str(one)]
+            words.append(option_name(f"no_{name}" if one is False else name))
+            words += [] if isinstance(one, bool) else [f"{one:.4g}" if isinstance(one, float) else str(one)]
     return shlex.join(words)
 
 

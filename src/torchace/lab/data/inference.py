@@ -59,9 +59,6 @@ _IDENTIFIER = re.compile(
 )
 
 
-InferredColumns = tuple[tuple[Column, ...], tuple[tuple[str, str], ...], tuple[str, ...]]
-
-
 def infer_schema(
     frame: DataFrame,
     target: str | Sequence[str],
@@ -105,7 +102,7 @@ def infer_schema(
 
 def infer_columns(
     frame: DataFrame, kinds: Mapping[str, str] | None = None, formats: Mapping[str, tuple[str, float]] | None = None
-) -> InferredColumns:
+) -> tuple[tuple[Column, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Infer the kind and format of every column of a table; return columns, those left out with reasons, and notes.
 
     Columns of numbers (`MIN_SHARE` of the cells, in one of `NUMBER_FORMATS`) are "number", columns of dates "date",

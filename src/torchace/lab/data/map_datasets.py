@@ -136,7 +136,10 @@ def _read_batches(items: Items, batches: Iterator[list[Place]], num_workers: int
         return
     with preserve_generators():  # DataLoader draws a seed for its workers
         loaded = iter(DataLoader(items, batch_sampler=batches, num_workers=num_workers, collate_fn=_stack))
-    yield from loaded
+    try:
+        yield from loaded
+    except DataError as error:  # without the worker's traceback
+        raise DataError(str(error).rpartition("DataError: ")[2]) from None
 
 
 @dataclass(frozen=True, eq=False)

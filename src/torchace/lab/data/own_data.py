@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,9 @@ def _stack_rows(x: Any, count: int) -> Any:
     """Return a list or tuple of samples as one array; one of several inputs is unchanged."""
     if not isinstance(x, tuple | list) or len(x) != count or all(np.shape(value)[:1] == (count,) for value in x):
         return x
-    return torch.stack(list(x)) if isinstance(x[0], Tensor) else np.asarray(x)
+    with suppress(RuntimeError, ValueError):  # samples of several shapes: the conversion to a tensor says so
+        return torch.stack(list(x)) if isinstance(x[0], Tensor) else np.asarray(x)
+    return list(x)
 
 
 def _as_tensor(values: Any, part: str) -> Tensor:
@@ -254,14 +257,17 @@ def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
         streams = sum(tensor.nbytes for tensor in (*input_tensors(x), y)) * len(items) > available
     if not streams:
         return _array_split(*read_all(items, options.num_workers), part, options)
-    labels = getattr(dataset, "targets", None) if options.task == "classification" else None  # as torchvision has them
+    known, labels = None, getattr(dataset, "targets", None)  # as torchvision has them
+    with suppress(TypeError, ValueError):  # other than class indices
+        if labels is not None and len(labels) == len(items) and options.task == "classification":
+            known = as_targets(torch.as_tensor(labels), options.task, part)
     return StreamedSplit(
         items,
         torch.arange(len(items)),
         torch.device(options.device),
         options.task,
         num_workers=options.num_workers,
-        y=None if labels is None else as_targets(torch.as_tensor(labels), options.task, part),
+        y=known,
     )
 
 

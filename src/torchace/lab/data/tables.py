@@ -179,18 +179,18 @@ def _find_layout(path: Path, encoding: str) -> tuple[str, int | None]:
     samples: dict[str, list[list[str]]] = {}
     for delimiter in ["\t"] if ".tsv" in path.name.lower() else DELIMITERS:
         with _open_text(path, encoding) as file:
-            rows = filter(any, csv.reader(file, delimiter=delimiter, skipinitialspace=True))
-            samples[delimiter] = list(islice(rows, SAMPLE_ROWS)) or [[]]
+            reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
+            samples[delimiter] = list(islice(filter(any, reader), SAMPLE_ROWS)) or [[]]
 
     def fit(delimiter: str) -> tuple[bool, int]:
         width, *others = map(len, samples[delimiter])
         return width > 1 and (set(others) <= {width} or set(others) == {width + 1}), width
 
     best = max(samples, key=fit)
-    (is_regular, width), cells = fit(best), [row[-1] for row in samples[best][1:]]
-    if not is_regular or not cells or len(samples[best][1]) == width:
+    header, *rows = samples[best]
+    if not fit(best)[0] or not rows or len(rows[0]) == len(header):
         return best, None
-    return best, 0 if any(cells) else width
+    return best, 0 if any(row[-1] for row in rows) else len(header)
 
 
 def _column_names(header: list[str], unnamed: int | None, path: Path) -> list[str]:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 def _label_score(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
     """Negative binary cross entropy, the mean over samples and labels."""
-    return -log_loss(np.ravel(y), estimator.predict_proba(X).ravel())
+    return -log_loss(np.ravel(y), estimator.predict_proba(X).ravel(), labels=[0, 1])
 
 
 SCORING = {"classification": "neg_log_loss", "multilabel": _label_score, "regression": "neg_mean_squared_error"}
@@ -237,7 +237,10 @@ class Estimator(FittedEstimator):
         plan = MemberPlan.from_hyperparameters(self._task, check_hyperparameters("`{}`".format, **values))
         resolve_device(self.device)
         check_choice(self.early_stopping, "early_stopping", STOPPING)
-        return replace(plan, network=self.network, patience=plan.patience if self.early_stopping else None)
+        network: Any = self.network
+        if network is not None and not callable(network):
+            raise TypeError(f"Expected `network` as a function of numbers of inputs and outputs, but got {network!r}.")
+        return replace(plan, network=network, patience=plan.patience if self.early_stopping else None)
 
     @abstractmethod
     def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
@@ -289,16 +292,15 @@ class Estimator(FittedEstimator):
     ) -> tuple[Split, NDArray[np.bool_]]:
         """Encoded samples on the device, without those of weight 0, and the mask `(N,)` of these samples."""
         used = np.ones(len(y), dtype=bool) if weight is None else weight > 0
-        dtype = plan.train_config(1).dtype
-        raw, encoder = raw_matrix(self._encoding, table[used]), self._encoding.encoder().to(dtype)
+        raw, dtype = raw_matrix(self._encoding, table[used]), plan.train_config(1).dtype
+        encoder = self._encoding.encoder().to(dtype)
         x = torch.empty(len(raw), encoder.num_features, dtype=dtype)
         for start in range(0, len(raw), ENCODE_ROWS):
             x[start : start + ENCODE_ROWS] = encoder(raw[start : start + ENCODE_ROWS])
         targets = torch.from_numpy(self._encode_targets(y[used]))
         if self._target_scaler is not None:
             targets = self._target_scaler.transform(targets)
-        if targets.is_floating_point():
-            targets = targets.to(dtype)
+        targets = targets.to(dtype) if targets.is_floating_point() else targets
         share = None if weight is None else torch.tensor(weight[used], dtype=dtype)
         return Split(x, targets, share).to(resolve_device(self.device)), used
 

@@ -123,7 +123,7 @@ def _params_to_json(params: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in params.items():
         value = to_python(value)
-        value = {"pairs": [list(pair) for pair in value.items()]} if isinstance(value, dict) else value
+        value = {"pairs": [to_python(pair) for pair in value.items()]} if isinstance(value, dict) else value
         try:
             json.dumps(value)
         except TypeError:

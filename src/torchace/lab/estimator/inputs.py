@@ -55,6 +55,8 @@ def read_inputs_and_targets(
     if _mixed_frame(estimator, X, reset) is None:
         checked = validate_data(estimator, X, y, reset=reset, **NUMBERS, **options)
         return cast(tuple[NDArray[Any], NDArray[Any]], checked)
+    if y is None:
+        raise ValueError("Expected targets `y`, but got None.")
     frame = read_inputs(estimator, X, reset=reset)
     dtype = np.float64 if options.get("y_numeric") else None
     targets = check_array(y, ensure_2d=False, input_name="y", dtype=dtype)

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +32,7 @@ MAX_LINEAR_ROWS = 50_000  # of training
 MAX_CONFUSION = 30  # classes
 IMPORTANCE_ROWS, IMPORTANCE_REPEATS = 2000, 5
 RESIDUAL_QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)
+_cross_entropies = partial(F.nll_loss, reduction="none")  # of log probabilities (N, C) and classes (N,)
 
 
 def compare_with_baselines(
@@ -193,10 +195,6 @@ def _predict(ensemble: Ensemble | StackedEnsemble, x: Tensor, is_classifier: boo
         logits = ensemble(part).double().cpu()
         parts.append(ensemble_log_probs(logits) if is_classifier else logits.mean(0))
     return torch.cat(parts)
-
-
-def _cross_entropies(log_probs: Tensor, target: Tensor) -> Tensor:
-    return F.nll_loss(log_probs, target, reduction="none")
 
 
 def _scores(predicted: Tensor, target: Tensor, unit: float, is_classifier: bool) -> dict[str, float | None]:

@@ -31,8 +31,7 @@ class ExportError(ValueError):
 class _Graph(nn.Module):
     def __init__(self, model: TableModel) -> None:
         super().__init__()
-        self.ensemble, self.outputs = model.ensemble, model.outputs
-        self.is_classifier = model.encoding.schema.target.task != "regression"
+        self.ensemble, self.outputs, self.is_classifier = model.ensemble, model.outputs, model.is_classifier
 
     def forward(self, raw: Tensor) -> tuple[Tensor, ...]:
         logits = self.ensemble(raw)  # (K, N, C)

@@ -76,10 +76,8 @@ def describe_gain(gain: Gain, metric: str, num_fresh: int) -> str:
     amount, low, high = _format(abs(gain.mean), *sorted((sign * gain.low, sign * gain.high)))
     together = "" if gain.choices == 1 else f" for all {gain.choices} λ above 0 together"
     over = "seeds alone," if gain.samples is None else f"{count(gain.samples, 'sample')} and"
-    if not gain.beyond_noise:
-        finding = "within the noise, so λ=0 is kept"
-    else:
-        finding = "beyond the noise" if gain.mean > 0 else "beyond the noise, so λ=0 is kept"
+    finding = f"{'beyond' if gain.beyond_noise else 'within'} the noise"
+    finding += "" if gain.beyond_noise and gain.mean > 0 else ", so λ=0 is kept"
     return (
         f"{verb} the {metric} on the {where} by {amount} "
         f"(95 % interval {low} to {high}{together}, over {over} {seeds}): {finding}."
