@@ -237,10 +237,7 @@ class Estimator(FittedEstimator):
         plan = MemberPlan.from_hyperparameters(self._task, check_hyperparameters("`{}`".format, **values))
         resolve_device(self.device)
         check_choice(self.early_stopping, "early_stopping", STOPPING)
-        network: Any = self.network
-        if network is not None and not callable(network):
-            raise TypeError(f"Expected `network` as a function of numbers of inputs and outputs, but got {network!r}.")
-        return replace(plan, network=network, patience=plan.patience if self.early_stopping else None)
+        return replace(plan, network=self.network, patience=plan.patience if self.early_stopping else None)
 
     @abstractmethod
     def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
