@@ -48,6 +48,8 @@ def collect_runs(results: Results) -> dict[str, Any]:
         cell |= {"chosen": gain.diversity, "gain": [d and _round(d.mean), _round(low), _round(high)]}
         cells.append(cell | {"relative": _round(gain.relative), "verdict": gain.verdict})
     kept = {key: getattr(experiment, key) for key in ("name", "hardware", "versions", "started", "seconds", "config")}
+    if file := (data := kept["config"]["data"]).get("file"):  # its name alone
+        kept["config"] = {**kept["config"], "data": {**data, "file": Path(file).name}}
     return {"data": experiment.data.name, **kept, "diversities": diversities, "seeds": seeds, "cells": cells}
 
 
