@@ -25,6 +25,13 @@ def test_the_expected_gain_is_the_formula() -> None:
     assert advise_diversity(**UNDERFITTED).gain == pytest.approx(0.7 * 0.7 * ambiguity * 2)  # at most twice
 
 
+@pytest.mark.parametrize(("num_classes", "share"), [(2, 1 / 9), (4, 1 / 3), (10, 1), (26, 1)])
+def test_few_classes_gain_less(num_classes: int, share: float) -> None:
+    many, few = (advise_diversity(**UNDERFITTED, num_classes=count) for count in (None, num_classes))
+    assert few.gain == pytest.approx(many.gain * share)
+    assert (f"only {num_classes} classes" in few.sentence) == (num_classes < 10)
+
+
 @pytest.mark.parametrize(("disagreement", "diversity"), [(0.0, 0.7), (0.059, 0.7), (0.06, 0.5), (0.15, 0.1), (1, 0.1)])
 def test_members_that_disagree_much_start_with_a_small_diversity(disagreement: float, diversity: float) -> None:
     advice = advise_diversity(**{**UNDERFITTED, "disagreement": disagreement, "member_loss": 0.3})
@@ -51,16 +58,18 @@ def test_where_diversity_does_not_pay(changes: dict[str, float], diversity: floa
 def test_a_count_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="Expected `num_samples` to be at least 1, but got 0"):
         advise_diversity(**{**UNDERFITTED, "num_samples": 0})
+    with pytest.raises(ValueError, match="Expected `num_classes` to be at least 2, but got 1"):
+        advise_diversity(**UNDERFITTED, num_classes=1)
 
 
 def test_a_diagnosis_gives_the_advice() -> None:
     generator = torch.Generator().manual_seed(0)
-    target = torch.randint(3, (400,), generator=generator)
-    logits = F.one_hot(target, 3) + torch.randn(5, 400, 3, generator=generator)  # weak members that differ much
+    target = torch.randint(4, (400,), generator=generator)
+    logits = F.one_hot(target, 4) + torch.randn(5, 400, 4, generator=generator)  # weak members that differ much
     finding = diagnose(logits, target, train_logits=logits, train_target=target, num_parameters=100)["diversity"]
     losses = torch.stack([F.cross_entropy(member, target) for member in logits])
     loss = F.nll_loss(logits.softmax(2).mean(0).log(), target)
-    expected = 0.7 * 0.1 * (losses.mean() / loss - 1) * 2
+    expected = 0.7 * 0.1 * (losses.mean() / loss - 1) * 2 * 3 / 9
     assert (finding.severity, finding.numbers["diversity"]) == ("note", 0.1)
     assert finding.numbers["expected_gain"] == pytest.approx(float(expected), rel=1e-5)
     with pytest.raises(ValueError, match="`num_parameters` needs `train_logits`"):

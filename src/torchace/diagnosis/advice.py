@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 OVERFIT = 0.25  # training loss relative to the validation loss; below it, members overfit
 WORTHWHILE = 0.01  # expected relative gain from which λ > 0 pays
-# The expected gain relative to the loss is SHARE · λ · ambiguity · min(2, √(samples / parameters)).
-SHARE, MAX_ROOT = 0.7, 2.0
+# The expected gain relative to the loss is SHARE · λ · ambiguity · min(2, √(samples / parameters)) · min(1, (C − 1) / 9).
+SHARE, MAX_ROOT, MANY_CLASSES = 0.7, 2.0, 10
 # The λ to start with, by the disagreement at λ=0: members that differ much are weak alone, and a large λ takes away
 # what holds each of them to the labels.
 DIVERSITIES = ((0.06, 0.7), (0.15, 0.5), (math.inf, 0.1))
@@ -49,13 +49,14 @@ def advise_diversity(
     disagreement: float,
     num_samples: int,
     num_parameters: int,
+    num_classes: int | None = None,
 ) -> DiversityAdvice:
     r"""Advise whether λ > 0 pays, from one classifier ensemble trained with λ=0.
 
     Members that overfit need early stopping first. Otherwise λ enlarges the gain from averaging, the more so the fewer
-    parameters a member has for each sample:
+    parameters a member has for each sample. With few classes C it does so less:
 
-    $$\frac{\Delta H}{H} \approx 0.7\, \lambda\, \frac{\bar H_k - H}{H} \min(2, \sqrt{n / P})$$
+    $$\frac{\Delta H}{H} \approx 0.7\, \lambda\, \frac{\bar H_k - H}{H} \min(2, \sqrt{n / P}) \min(1, (C - 1) / 9)$$
 
     Args:
         train_loss: The ensemble's cross entropy on the training samples.
@@ -64,6 +65,7 @@ def advise_diversity(
         disagreement: Disagreement of its members on validation samples.
         num_samples: Number of training samples, n.
         num_parameters: Number of parameters of one member, P.
+        num_classes: Number of classes, C. None: ten or more.
 
     Returns:
         The λ to start with, the expected gain and a sentence.
@@ -74,20 +76,23 @@ def advise_diversity(
         >>> advice.diversity, round(advice.gain, 3)
         (0.7, 0.096)
     """
-    for name, count in (("num_samples", num_samples), ("num_parameters", num_parameters)):
-        if count < 1:
-            raise ValueError(f"Expected `{name}` to be at least 1, but got {count}.")
+    classes = MANY_CLASSES if num_classes is None else num_classes
+    for name, count, least in (
+        ("num_samples", num_samples, 1), ("num_parameters", num_parameters, 1), ("num_classes", classes, 2),
+    ):  # fmt: skip
+        if count < least:
+            raise ValueError(f"Expected `{name}` to be at least {least}, but got {count}.")
     both = f"the cross entropy is {train_loss:.3g} on the training and {validation_loss:.3g} on the validation samples"
     if is_overfit(train_loss, validation_loss):
         return DiversityAdvice(0.0, None, f"Stop earlier before trying λ: at λ=0 {both}, so the members overfit.")
     diversity = next(value for limit, value in DIVERSITIES if disagreement < limit)
     ambiguity = max(0.0, member_loss / validation_loss - 1) if validation_loss > 0 else 0.0
     root = min(MAX_ROOT, math.sqrt(num_samples / num_parameters))
-    gain = SHARE * diversity * ambiguity * root
-    why = (
-        f"Averaging lowers the members' cross entropy by {100 * ambiguity / (1 + ambiguity):.1f} %, and a member has "
-        f"{_count_parameters(num_parameters / num_samples)} for each training sample."
-    )
+    gain = SHARE * diversity * ambiguity * root * min(1.0, (classes - 1) / (MANY_CLASSES - 1))
+    averaging = f"Averaging lowers the members' cross entropy by {100 * ambiguity / (1 + ambiguity):.1f} %"
+    size = f"a member has {_count_parameters(num_parameters / num_samples)} for each training sample"
+    few = classes < MANY_CLASSES
+    why = f"{averaging}, {size}, and there are only {classes} classes." if few else f"{averaging}, and {size}."
     if gain < WORTHWHILE:
         return DiversityAdvice(0.0, gain, f"λ > 0 should not pay (a gain of {100 * gain:.1f} %). {why}")
     start = f"λ={diversity:g} should lower the cross entropy by about {100 * gain:.0f} %."

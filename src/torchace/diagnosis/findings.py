@@ -119,6 +119,7 @@ def check_diversity(m: Measures, train: Measures, num_parameters: int) -> Findin
         disagreement=float(m.disagreement.mean()),
         num_samples=train.samples,
         num_parameters=num_parameters,
+        num_classes=m.num_classes,
     )
     action = f"Train with λ={advice.diversity:g}, or search λ on validation data." if advice.diversity else ""
     numbers = {"diversity": advice.diversity, "expected_gain": advice.gain}

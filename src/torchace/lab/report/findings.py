@@ -90,13 +90,15 @@ def expectation(results: Results, arm: ArmSummary) -> str:
     if not all([train, *validation]):
         return ""
     validation_loss, member_loss, disagreement = (math.fsum(values) / len(values) for values in validation)
+    data = results.arm_data(arm)
     advice = advise_diversity(
         train_loss=math.fsum(train) / len(train),
         validation_loss=validation_loss,
         member_loss=member_loss,
         disagreement=disagreement,
-        num_samples=results.arm_data(arm).train,
+        num_samples=data.train,
         num_parameters=max(1, arm.parameters // arm.num_members),
+        num_classes=len(data.classes) or None,
     )
     return f" Expected from λ=0 alone: {advice.sentence}"
 
