@@ -255,7 +255,8 @@ def main() -> None:
         results["cases"][name] = {**found, **{key: {"failed": reason} for key, reason in failed.items()}}
         print(f"\n{name} ({time.perf_counter() - started:.0f} s)\n", flush=True)
         print(
-            measure.table(["", "ms per run and step", "times the loop's speed", "GiB a step", "s before"], rows), flush=True
+            measure.table(["", "ms per run and step", "times the loop's speed", "GiB a step", "s before"], rows),
+            flush=True,
         )
         del calls
         if device == "cuda":

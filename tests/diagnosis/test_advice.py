@@ -64,12 +64,12 @@ def test_a_count_of_zero_is_refused() -> None:
 
 def test_a_diagnosis_gives_the_advice() -> None:
     generator = torch.Generator().manual_seed(0)
-    target = torch.randint(4, (400,), generator=generator)
-    logits = F.one_hot(target, 4) + torch.randn(5, 400, 4, generator=generator)  # weak members that differ much
+    target = torch.randint(8, (400,), generator=generator)
+    logits = F.one_hot(target, 8) + torch.randn(5, 400, 8, generator=generator)  # weak members that differ much
     finding = diagnose(logits, target, train_logits=logits, train_target=target, num_parameters=100)["diversity"]
     losses = torch.stack([F.cross_entropy(member, target) for member in logits])
     loss = F.nll_loss(logits.softmax(2).mean(0).log(), target)
-    expected = 0.7 * 0.1 * (losses.mean() / loss - 1) * 2 * 3 / 9
+    expected = 0.7 * 0.1 * (losses.mean() / loss - 1) * 2 * 7 / 9
     assert (finding.severity, finding.numbers["diversity"]) == ("note", 0.1)
     assert finding.numbers["expected_gain"] == pytest.approx(float(expected), rel=1e-5)
     with pytest.raises(ValueError, match="`num_parameters` needs `train_logits`"):
