@@ -210,14 +210,14 @@ def describe_few_classes() -> str:
     right, right_without = (sum(pays == expected for pays, expected in some) for some in (blind, without))
     return (
         "**With few classes λ gains less.** "
-        f"On tables with two to four classes it pays in {sum(pays for pays, _ in plain)} of {len(plain)} cells; without "
-        f"the last factor the rule expects it in {sum(expected for _, expected in plain)}, with it in "
+        f"On tables with two to four classes it pays in {sum(pays for pays, _ in plain)} of {len(plain)} cells; "
+        f"without the last factor the rule expects it in {sum(expected for _, expected in plain)}, with it in "
         f"{sum(expected for _, expected in factor)}. Noisy labels are not the reason: with a fifth of MNIST's labels "
-        "replaced at random, ten classes gain about what the rule expects. Merged into two classes (even or odd), they "
-        "gain far less. The factor was chosen with all of these known. The merged classes of Fashion-MNIST were trained "
-        f"after it was fixed: the rule is right in {right} of {len(blind)} cells, without the factor in "
-        f"{right_without}. With two classes λ=0.7, which it would advise without the factor, raises the loss; with five "
-        "classes λ gains more than the rule expects."
+        "replaced at random, ten classes gain about what the rule expects. Merged into two classes (even or odd), "
+        "they gain far less. The factor was chosen with all of these known. The merged classes of Fashion-MNIST were "
+        f"trained after it was fixed: the rule is right in {right} of {len(blind)} cells, without the factor in "
+        f"{right_without}. With two classes λ=0.7, which it would advise without the factor, raises the loss; with "
+        "five classes λ gains more than the rule expects."
     )
 
 
@@ -277,8 +277,8 @@ def render(sets: dict[str, dict[str, Any]]) -> str:
         "loss | λ=0.5 lowers the loss |\n| --- | --: | --: | --: | --: | --: | --: | --: |\n" + "\n".join(rows),
         f"«Pays» means a gain of at least {100 * WORTHWHILE:g} % at the λ that validation data choose; "
         "overfitted cells are not counted. Noisy or merged labels and tables: the same experiment with `data.file` "
-        "instead of `data.name`, on a CPU, 8 and 32 hidden units; the images with 1,000, 10,000 and 50,000 samples and 4 "
-        "seeds (2026-11-18), the tables with two sizes and 6 seeds.",
+        "instead of `data.name`, on a CPU, 8 and 32 hidden units; the images with 1,000, 10,000 and 50,000 samples and "
+        "4 seeds (2026-11-18), the tables with two sizes and 6 seeds.",
         describe_few_classes(),
         "Every cell by λ and seed: " + ", ".join(f"[{name}]({file.name})" for name, file in list_files().items()) + ".",
     ]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 OVERFIT = 0.25  # training loss relative to the validation loss; below it, members overfit
 WORTHWHILE = 0.01  # expected relative gain from which λ > 0 pays
-# The expected gain relative to the loss is SHARE · λ · ambiguity · min(2, √(samples / parameters)) · min(1, (C − 1) / 9).
+# The expected relative gain is SHARE · λ · ambiguity · min(2, √(samples / parameters)) · min(1, (C − 1) / 9).
 SHARE, MAX_ROOT, MANY_CLASSES = 0.7, 2.0, 10
 # The λ to start with, by the disagreement at λ=0: members that differ much are weak alone, and a large λ takes away
 # what holds each of them to the labels.
