@@ -222,12 +222,20 @@ class Sender(Callback):
     """Send the start, progress and checkpoints of a run group to the driver."""
 
     def __init__(self, queue: Queue) -> None:
-        self.queue = queue
+        self.queue: Any = queue.actor
         self._sent = 0.0
+        self._last: Any = None  # message
 
     def send(self, event: str, group: GroupPlan, content: Any = None) -> None:
-        """Wait until a message has arrived; plain content, so that the queue's process does not import torch."""
-        self.queue.put((event, group.id, content))
+        """Send a message and go on: Ray lends the CPU of a task that waits to another one.
+
+        The content is plain, so that the queue's process does not import torch.
+        """
+        self._last = self.queue.put_nowait.remote((event, group.id, content))
+
+    def flush(self) -> None:
+        """Wait until all messages have arrived."""
+        ray.get(self._last)
 
     def on_group_step(self, group: GroupPlan, progress: Progress) -> None:
         """Send progress now and then."""
@@ -251,6 +259,7 @@ def train(plan: Plan, group: GroupPlan, data: LoadedData, files: Files, sender: 
             train_group(replace(plan, data={group.arm: data}, store=store), group, sender, lambda: False)
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(folder, str(plan.store.directory))) from None
+        sender.flush()
         return store.results
 
 
