@@ -22,8 +22,9 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAIN
 demo: $(VENV)/.tool
 	$(BIN)/torchace run demo
 
-# Two files at a time, one thread each: two processes with two threads each would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two files at a time, one thread each: two processes with two threads each would wait for each other. A test
+# that hangs fails after twenty minutes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 1200
 
 test: $(VENV)/.test
 	$(PYTEST) -m "not extended" --doctest-ignore-import-errors
