@@ -328,4 +328,5 @@ def _from_stacked(stacked: nn.Module, num_members: int, link: str, training: boo
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    return [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
+    leaves = args if all(isinstance(x, Tensor) for x in args) else tree_leaves(list(args))  # the first is fast
+    return [x for x in leaves if isinstance(x, Tensor)]

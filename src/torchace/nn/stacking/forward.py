@@ -65,7 +65,7 @@ def run_stacked(
                 buffers.append((module, name, mode.mark(buffer)))
                 mode.buffers.add(id(buffer))
     if own:  # views: the caller's tensors stay unmarked
-        args = [tree_map(lambda x: mode.mark(x[:]) if isinstance(x, Tensor) else x, x) for x in args]
+        args = [_mark(mode, x) if isinstance(x, Tensor) else tree_map(partial(_mark, mode), x) for x in args]
     try:
         for module, name, parameter in replaced:  # the weight, not activations: adapters keep their own gradients
             averaged = average_gradients(parameter, group or mode.num_members)
@@ -83,6 +83,10 @@ def run_stacked(
                 raise StackingError(f"the shape of buffer {name!r} changes")
             module._buffers[name] = buffer.copy_(new)
     return _unmark(mode, output) if isinstance(output, Tensor) else tree_map(partial(_unmark, mode), output)
+
+
+def _mark(mode: StackingMode, value: Any) -> Any:
+    return mode.mark(value[:]) if isinstance(value, Tensor) else value
 
 
 def _unmark(mode: StackingMode, output: Any) -> Any:
