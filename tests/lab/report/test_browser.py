@@ -43,6 +43,12 @@ addEventListener("load", () => {
     columns: [...document.querySelectorAll(".scroll")].filter(
       box => box.querySelector("th")?.textContent.trim().toLowerCase() === "column").map(
       box => box.scrollWidth - box.clientWidth),
+    broken: [...document.querySelectorAll("tbody th.text")].map(head => head.textContent.trim()).filter((text, i) => {
+      const range = document.createRange(), words = text.split(/\\s+/);
+      range.selectNodeContents(document.querySelectorAll("tbody th.text")[i]);
+      const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
+      return lines.size > words.length && words.every(word => word.length <= 10);
+    }),
     background: getComputedStyle(document.body).backgroundColor,
     text: Number.parseFloat(getComputedStyle(document.body).fontSize),
     smallest: Math.min(...[...document.querySelectorAll("p, dd, td, th, figcaption")].map(
@@ -110,6 +116,15 @@ def test_the_columns_of_a_table_do_not_scroll_away_on_a_phone(pages: Callable[[s
     measured, _ = _open(pages("regression_fit").read_text(encoding="utf-8"), tmp_path / "browser", 375)
     assert measured["columns"]
     assert max(measured["columns"]) <= 0
+
+
+def test_short_words_are_not_broken_on_a_phone(pages: Callable[[str], Path], tmp_path: Path) -> None:
+    text = pages("classification_fit").read_text(encoding="utf-8")
+    measured, _ = _open(text, tmp_path / "browser", 375)
+    assert measured["broken"] == []
+    narrow = text.replace("</style>", "th.text { display: block; width: 2rem; word-break: break-all }</style>", 1)
+    measured, _ = _open(narrow, tmp_path / "narrow", 375)
+    assert measured["broken"]  # the measure sees it
 
 
 def test_page_follows_a_dark_scheme(pages: Callable[[str], Path], tmp_path: Path) -> None:

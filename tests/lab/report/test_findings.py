@@ -10,8 +10,9 @@ import pytest
 from tests.lab.report import synthetic_sweeps
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from tests.lab.report.synthetic_sweeps import ArmSpec, Spec
-from torchace.lab.report import Results, read_results
-from torchace.lab.report.findings import findings, headline, missing_runs
+from torchace.lab.report import Results, read_results, summary_sentences
+from torchace.lab.report.findings import findings, headline, missing_runs, other_gains
+from torchace.lab.report.page import contents
 from torchace.lab.report.setup import facts
 from torchace.lab.report.statistics import compare
 from torchace.lab.report.tables import difference_tables
@@ -59,6 +60,23 @@ def test_a_significant_loss(tmp_path: Path) -> None:
     assert _headline(results).startswith(
         "The test data choose λ=0; λ=0.3 raises cross entropy: +7.5 % (95 % interval +"
     )
+
+
+def test_gains_beside_a_best_mean_that_is_noise(tmp_path: Path) -> None:
+    """The figure beside the headline shows them as significant."""
+    results = _swept(tmp_path, lambda d: 0.2 - 0.05 * d)
+    assert other_gains(results, results.arms[0]) == ""
+    for seed in range(5):  # λ=0.7 has the lowest mean still, with a wide interval
+        file = tmp_path / "run" / "runs" / f"a-l0.7-s{seed}.json"
+        run = json.loads(file.read_text())
+        run["metrics"]["test"]["cross_entropy"] += 0.1 * (seed - 2)
+        file.write_text(json.dumps(run))
+    results = read_results(tmp_path / "run")
+    assert _headline(results).startswith("λ=0.7 does not change cross entropy beyond the noise")
+    text = other_gains(results, results.arms[0])
+    assert re.fullmatch(r" λ=0\.3 lowers cross entropy: −7\.\d % \(95 % interval −\d\.\d to −\d\.\d %\)\.", text)
+    assert text.strip() in contents(results).notes
+    assert summary_sentences(results) == [_headline(results) + text]
 
 
 def test_a_regression(tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ def test_differences_of_a_regression_are_over_seeds_and_samples(sweep: Results) 
 
 
 def test_details_of_a_regression(sweep: Results) -> None:
-    table = detail_table(sweep)
+    assert _labels(detail_table(sweep)) == ["λ", "Seeds", "MSE", "MSE", "Ambiguity"]  # the table of results has spread
+    table = detail_table(sweep, spread=True)
     assert table.caption == "Diversity and squared error"
     assert _labels(table) == ["λ", "Seeds", "MSE", "MSE", "Spread", "Ambiguity"]
     runs = [sweep.scores(run) for run in sweep.finished(sweep.arms[0], 0.0)]

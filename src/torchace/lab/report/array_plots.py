@@ -58,7 +58,8 @@ def _reliability(results: Results, arm: ArmSummary) -> FigureSpec | None:
         legend(figure, *axes.get_legend_handles_labels())
 
     title = figure_title(results, "Reliability", arm)
-    caption = "All seeds together. Above the diagonal the ensemble is underconfident, below it overconfident."
+    together = "All seeds together. " * (len(results.experiment.seeds) > 1)
+    caption = f"{together}Above the diagonal the ensemble is underconfident, below it overconfident."
     name = f"reliability_{results.arms.index(arm)}"
     return FigureSpec(name, "calibration", title, caption, title, draw)
 
@@ -118,7 +119,9 @@ def contested_table(results: Results) -> ReportTable | None:
     if not rows:
         return None
     counted = "Rows are counted from 1 in the file." if in_file else "Cases are counted from 0 in the test set."
-    note = f"{arm.label}, {at(run.diversity)}, seed {run.seed}; most contested first. {counted}"
+    note = f"Most contested first. {counted}"
+    if not results.model:
+        note = f"{formats.capitalize(arm.label)}, {at(run.diversity)}, seed {run.seed}. {note}"
     columns = ("Row of the file" if in_file else "Test case", "Class", "Votes of the members")
     return make_table("Test cases on which members disagree most", columns, [("", rows[:MOST_CASES])], note, "ntt")
 

@@ -75,6 +75,20 @@ def headline(results: Results, arm: ArmSummary) -> Headline | None:
     return Headline(verdict, f"{number} %", interval, detail, arm_title(arm))
 
 
+def other_gains(results: Results, arm: ArmSummary) -> str:
+    """Return the λ that lower the loss beyond the noise where the chosen one does not."""
+    comparison, chosen = compare(results, arm, results.task.loss), headline(results, arm)
+    found = [d for d in comparison.differences if d.significant and d.mean < 0] if comparison else []
+    if comparison is None or chosen is None or " does not change " not in chosen.verdict:
+        return ""
+    metric, texts = results.metrics[results.task.loss], []
+    level = comparable_means(results, arm, metric.key)[comparison.reference_diversity]
+    for difference in found:
+        mean, low, high = formats.percentages([difference.mean, *(difference.joint_interval or ())], level)
+        texts.append(f" {at(difference.diversity)} lowers {metric.noun}: {mean} % (95 % interval {low} to {high} %).")
+    return "".join(texts)
+
+
 def expectation(results: Results, arm: ArmSummary) -> str:
     """Return what the runs at λ=0 let expect of λ; empty for shared layers, or without validation data."""
     keys = ("cross_entropy", "member_cross_entropy", "disagreement")

@@ -62,11 +62,13 @@ def comparison_headline(comparison: ModelComparison) -> Headline | None:
     values = [-best.difference, -best.high, -best.low]
     mean, low, high = formats.percentages(values, best.scores.get(comparison.loss) or 0.0)
     rows = formats.count(comparison.rows, f"{comparison.split} row")
-    detail = f"{formats.capitalize(LOSSES[comparison.loss])} of the ensemble against that of {best.label} on {rows}."
+    detail = f"{formats.capitalize(LOSSES[comparison.loss])} of the ensemble against that of {best.label} on {rows}; "
+    detail += "lower is better."
     key = "accuracy" if comparison.loss == "cross_entropy" else "r2"
     if own.scores.get(key) is not None and best.scores.get(key) is not None:
         ours, theirs = _score(key, own.scores[key]), _score(key, best.scores[key])
-        detail += f" {LABELS[key]} is {ours} for the ensemble, {theirs} for {best.label}."
+        detail += f" {LABELS[key]} is {ours} for "
+        detail += "both." if ours == theirs else f"the ensemble, {theirs} for {best.label}."
     return Headline(verdict, f"{mean} %", f"95 % interval {low} to {high} %", detail)
 
 
@@ -165,7 +167,7 @@ def detail_tables(comparison: ModelComparison) -> list[ReportTable]:
         heads = ["True class", *(f"Predicted {name}" for name in names)]
         tables.append(make_table("Confusion matrix", heads, [("", rows)], kinds="t"))
     if comparison.targets:
-        keys = ("r2", "rmse", "mae")
+        keys = ("r2", "rmse", "mae") if len(comparison.targets) > 1 else ()  # one target's are in the table of models
         rows = [
             [
                 formats.shorten(target.name, 40),

@@ -15,7 +15,15 @@ from torchace._figures import STYLE, FigureSpec, render_svg
 from torchace._files import write_atomic
 from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
-from torchace.lab.report.findings import Finding, Headline, expectation, findings, headline, missing_runs
+from torchace.lab.report.findings import (
+    Finding,
+    Headline,
+    expectation,
+    findings,
+    headline,
+    missing_runs,
+    other_gains,
+)
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.gains import gain_figures, gain_table, has_many_arms, sweep_headline
 from torchace.lab.report.model_findings import (
@@ -92,12 +100,13 @@ def _result_sections(results: Results, groups: Mapping[str, list[FigureSpec]], m
         items = [("text", sentence), ("table", tables.search_table(results))]
         sections.append(PageSection("The search for λ", items))
     differences = [*([by_lambda] if many else []), *tables.difference_tables(results)]
+    details = tables.detail_table(results, spread=bool(comparison))
     diversity = [*groups.get("diversity", []), *groups.get("calibration", [])]
     return [
         *sections,
         PageSection("Paired differences", [("table", table) for table in differences]),
         PageSection("Scores by λ", [("figures", groups.get("scores"))]),
-        PageSection(results.task.details_title, [("figures", diversity), ("table", tables.detail_table(results))]),
+        PageSection(results.task.details_title, [("figures", diversity), ("table", details)]),
         PageSection("Contested cases", [("table", contested_table(results))]),
     ]
 
@@ -202,19 +211,19 @@ def summary_sentences(results: Results) -> list[str]:
     for arm in () if has_many_arms(results) or results.model else results.arms:
         if main := headline(results, arm):
             name = f"{capitalize(arm.label)}. " if len(results.arms) > 1 else ""
-            found.append(f"{name}{main.sentence}{expectation(results, arm)}")
+            found.append(f"{name}{main.sentence}{other_gains(results, arm)}{expectation(results, arm)}")
     return found
 
 
-def rich_table(results: Results) -> RichTable:
-    """Return the result table for a terminal."""
+def rich_table(results: Results, *, bold: bool = True) -> RichTable:
+    """Return the result table for a terminal, or for one that shows no bold type."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text
 
     many = has_many_arms(results)
     table = gain_table(results) if many else tables.result_table(results)
-    note = "Mean ± standard deviation over seeds; bold: best of its arm."
+    note = f"Mean ± standard deviation over seeds{'; bold: the best λ' * bold}."
     if many and (found := sweep_headline(results)):
         note = f"{found.sentence} {found.detail}"
     title = Text(results.experiment.title or results.experiment.name)

@@ -161,9 +161,11 @@ def _difference(results: Results) -> FigureSpec | None:
         legend(figure, *plot.axes.get_legend_handles_labels())
 
     title = f"{capitalize(metric.noun)}: change against λ=0"
+    several = len(results.arms) > 1
     caption = (
-        "Each λ against λ=0 of the same arm, paired by seed; below the line is better. Bars: 95 % intervals that hold "
-        f"for all λ of an arm together; they cover {interval_coverage(tested)}. Filled: significant."
+        f"Each λ against λ=0{' of the same arm' * several}, paired by seed; below the line is better. Bars: 95 % "
+        f"intervals that hold for all λ{' of an arm' * several} together; they cover {interval_coverage(tested)}. "
+        "Filled: significant."
     )
     height = HEIGHT + 0.2 * max(0, len(found) - 3)
     return FigureSpec(f"difference_{key}", "scores", title, caption, title, draw, height)

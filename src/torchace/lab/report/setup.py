@@ -68,7 +68,9 @@ def arm_table(results: Results) -> ReportTable:
         ]
         for arm in results.arms
     ]
-    return make_table("Arms", ("Arm", "K", "Network", "Parameters", "Batches", "λ"), [("", rows)], kinds="tntntt")
+    name = "Model" if results.model else "Arm"
+    caption = "Arms" if len(results.arms) > 1 else name
+    return make_table(caption, (name, "K", "Network", "Parameters", "Batches", "λ"), [("", rows)], kinds="tntntt")
 
 
 def failure_table(results: Results) -> ReportTable | None:

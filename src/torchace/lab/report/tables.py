@@ -134,9 +134,11 @@ def result_table(results: Results) -> ReportTable:
     groups = {"Ensemble": task.ensemble, "One member": task.member}
     if paper and any(row.error is not None for row in paper.rows):
         groups = {group: tuple(key.replace("accuracy", "error") for key in keys) for group, keys in groups.items()}
+    of_arm = " of its arm" if len(results.arms) > 1 else ""
     note = (
-        "Mean ± standard deviation over seeds. Bold: the best mean of its arm over the seeds that all its λ have, "
-        f"significant or not. “One member”: the mean over members. {task.explain([*task.ensemble, task.spread])}"
+        f"Mean ± standard deviation over seeds. Bold: the best mean{of_arm} over the seeds that "
+        "all λ have, significant or not. “One member”: the mean over members. "
+        f"{task.explain([*task.ensemble, task.spread])}"
     )
     if paper:
         note += f" “paper”: {paper.table} of Shoham and Permuter (2020). {paper.note}".rstrip()
@@ -145,10 +147,11 @@ def result_table(results: Results) -> ReportTable:
     )
 
 
-def detail_table(results: Results) -> ReportTable:
-    """Calibration or squared error, and diversity, at every λ."""
-    note = results.task.explain(results.task.diversity[1:])
-    return _score_table(results, results.task.details_title, results.task.details, note)
+def detail_table(results: Results, *, spread: bool = False) -> ReportTable:
+    """Calibration or squared error, and diversity, at every λ; `spread`: also what `result_table` has of it."""
+    task = results.task
+    diversity = tuple(key for key in task.diversity if spread or key != task.spread)
+    return _score_table(results, task.details_title, {**task.details, "Diversity": diversity}, task.explain(diversity))
 
 
 def _score_table(
@@ -189,7 +192,8 @@ def difference_tables(results: Results) -> list[ReportTable]:
     """Paired differences to λ=0 of the arm, and to each baseline."""
     swept = [arm for arm in results.arms if len(results.diversities(arm)) > 1]
     others = [arm for arm in results.arms if not arm.baseline]
-    tables = [_difference_table(results, "Each λ against λ=0 of the same arm", swept, None)]
+    of_arm = " of the same arm" if len(results.arms) > 1 else ""
+    tables = [_difference_table(results, f"Each λ against λ=0{of_arm}", swept, None)]
     for baseline in results.arms:
         if baseline.baseline:
             tables.append(_difference_table(results, f"Each λ against {arm_title(baseline)}", others, baseline))

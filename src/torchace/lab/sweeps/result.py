@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchace._extras import import_extra
 from torchace._figures import LIGHT, WIDTH
 from torchace.lab.report import Results, read_results, write_report
-from torchace.lab.report.findings import headline
+from torchace.lab.report.findings import headline, other_gains
 from torchace.lab.report.formats import capitalize, count, join
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.statistics import comparable_means, compare, paired_differences
@@ -203,7 +203,7 @@ def _sentences(results: Results) -> list[str]:
     found: dict[str, list[str]] = {}
     for arm in results.arms:
         if about := headline(results, arm):
-            found.setdefault(about.sentence, []).append(arm.label)
+            found.setdefault(about.sentence + other_gains(results, arm), []).append(arm.label)
     sentences = list(found)
     if len(results.arms) > 1:
         sentences = [f"{capitalize('; '.join(found[text]))}: {text}" for text in sentences]
