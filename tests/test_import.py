@@ -79,6 +79,7 @@ def test_a_missing_extra_is_one_sentence():
         "from torchace.sklearn import NCLRegressor": "The estimators need scikit-learn: pip install 'torchace[tool]'.",
         "sweep()": "torchace.sweep needs pydantic: pip install 'torchace[tool]'.",
         "from torchace.lab import sweep": "torchace.sweep needs pydantic: pip install 'torchace[tool]'.",
+        "import torchace.lab.tables.model": "torchace.lab.tables needs pydantic: pip install 'torchace[tool]'.",
         "import torchace.lightning": "torchace.lightning needs Lightning: pip install 'torchace[lightning]'.",
         "import torchace.lab.cli.app": "The command line needs typer: pip install 'torchace[tool]'.",
     }

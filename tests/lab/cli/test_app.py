@@ -26,7 +26,7 @@ from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.data import DataError, load
 from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
-from torchace.lab.sweeps.config import load_experiment
+from torchace.lab.sweeps.config import builtin_names, load_experiment
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted, Progress
 
@@ -98,6 +98,7 @@ def test_a_sweep_is_run_and_reported(invoke: Invoke, small: Path) -> None:
     assert "…" not in outcome.out  # nothing was cut to fit a screen that is not there
     assert outcome.out.splitlines()[-1] == f"Report: {directory / 'report' / 'index.html'}"
     assert "\x1b" not in outcome.out
+    assert "bold" not in outcome.out  # there is none in a file
     assert leftovers(directory) == []
 
     page = directory / "report" / "index.html"
@@ -210,10 +211,13 @@ def test_shell_completion() -> None:
 def test_info(invoke: Invoke) -> None:
     outcome = invoke("info")
     assert outcome.code == 0
-    assert [line.split()[0] for line in outcome.out.splitlines()] == [
+    lines = outcome.out.splitlines()
+    assert [line.split()[0] for line in lines if not line.startswith("  ")] == [
         *("torchace", "python", "torch", "numpy", "safetensors", "torchmetrics", "scikit-learn"),
         *("processor", "experiments"),
     ]
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == builtin_names()
+    assert "  digits         Digits: the effect of λ on small members" in lines
 
 
 def test_as_a_module() -> None:

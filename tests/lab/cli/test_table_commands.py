@@ -413,6 +413,7 @@ def test_a_fit_with_a_search_and_a_report(here: Path, invoke: Invoke) -> None:
     page = Path("models/pets/report/index.html").read_text()
     assert page.startswith("<!doctype html>")
     assert [line for line in lines if line.startswith(("Logistic regression", "Gradient boosting", "Most frequent"))]
+    assert sum(line.startswith("Difference: cross entropy of the ensemble minus") for line in lines) == 1
     assert any("best baseline" in line or "A baseline is better" in line for line in lines)
     for words in (
         "pet, from pets.csv",

@@ -79,12 +79,15 @@ def info() -> None:
     """Show versions, devices and built-in experiments."""
     import torch
 
-    from torchace.lab.sweeps.config import builtin_names, processor, versions
+    from torchace.lab.sweeps.config import builtin_names, load_experiment, processor, versions
 
     rows = [*versions().items(), ("processor", f"{processor()}, {torch.get_num_threads()} threads")]
     rows += [(f"cuda:{i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
-    for name, value in (*rows, ("experiments", ", ".join(builtin_names()))):
+    for name, value in rows:
         print_line(f"{name:14} {value}")
+    print_line("experiments of `torchace run`:")
+    for name in builtin_names():
+        print_line(f"  {name:14} {load_experiment(name).title}")
 
 
 def _version(wanted: bool) -> None:

@@ -94,7 +94,7 @@ def report(directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="
 
     page = write_report(directory)
     results = read_results(directory)
-    print_table(rich_table(results))
+    print_table(rich_table(results, bold=console.is_terminal))
     for sentence in summary_sentences(results):
         print_line(sentence)
     print_line(f"Report: {page}")

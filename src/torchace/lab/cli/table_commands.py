@@ -232,7 +232,9 @@ def show(model: Model) -> None:
         print_table(_score_table({part: scores[part] for part in ("validation", "test") if part in scores}))
     if content := loaded.record.get("comparison"):
         comparison = ModelComparison.model_validate(content)
-        print_table(_rich_table(model_table(comparison)))
+        table = model_table(comparison)
+        print_table(_rich_table(table))
+        print_line(table.note)
         if headline := comparison_headline(comparison):
             print_line(f"{headline.sentence} {headline.detail}")
 
