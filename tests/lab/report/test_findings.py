@@ -72,7 +72,7 @@ def test_gains_beside_a_best_mean_that_is_noise(tmp_path: Path) -> None:
         run["metrics"]["test"]["cross_entropy"] += 0.1 * (seed - 2)
         file.write_text(json.dumps(run))
     results = read_results(tmp_path / "run")
-    assert _headline(results).startswith("λ=0.7 does not change cross entropy beyond the noise")
+    assert _headline(results).startswith("λ=0.7 does not change cross entropy")
     text = other_gains(results, results.arms[0])
     assert re.fullmatch(r" λ=0\.3 lowers cross entropy: −7\.\d % \(95 % interval −\d\.\d to −\d\.\d %\)\.", text)
     assert text.strip() in contents(results).notes

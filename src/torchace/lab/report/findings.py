@@ -34,6 +34,7 @@ class Headline:
     interval: str = ""
     detail: str = ""
     subject: str = ""
+    diversity: float | None = None  # that it is about, in a sweep
 
     @property
     def sentence(self) -> str:
@@ -72,15 +73,16 @@ def headline(results: Results, arm: ArmSummary) -> Headline | None:
         f"Test {metric.noun} at {at(best)} minus that at λ=0: {metric.difference(difference.mean)}, paired over "
         f"{formats.count(difference.n, 'seed')}{covered}. The {split} data chose λ."
     )
-    return Headline(verdict, f"{number} %", interval, detail, arm_title(arm))
+    return Headline(verdict, f"{number} %", interval, detail, arm_title(arm), best)
 
 
 def other_gains(results: Results, arm: ArmSummary) -> str:
-    """Return the λ that lower the loss beyond the noise where the chosen one does not."""
-    comparison, chosen = compare(results, arm, results.task.loss), headline(results, arm)
-    found = [d for d in comparison.differences if d.significant and d.mean < 0] if comparison else []
-    if comparison is None or chosen is None or " does not change " not in chosen.verdict:
+    """Return the λ that lower the loss significantly where the headline's does not."""
+    comparison, main = compare(results, arm, results.task.loss), headline(results, arm)
+    first = comparison.at(main.diversity) if comparison and main else None
+    if comparison is None or first is None or first.significant:
         return ""
+    found = [difference for difference in comparison.differences if difference.significant and difference.mean < 0]
     metric, texts = results.metrics[results.task.loss], []
     level = comparable_means(results, arm, metric.key)[comparison.reference_diversity]
     for difference in found:
