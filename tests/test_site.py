@@ -6,6 +6,7 @@ import functools
 import http.server
 import json
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+import torchace
 from tests.support.browser import CHROMIUM, Browser, Page
 
 pytestmark = pytest.mark.extended
@@ -205,6 +207,18 @@ def test_the_index_of_the_search_holds_every_page(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
     places = {entry["location"].split("#")[0] for entry in index["docs"]}
     assert set(pages(site)) == places
+
+
+def test_api_pages_are_named_as_their_objects_are_imported(site: Path) -> None:
+    found = [file for file in (site / "api").rglob("*.html") if file.name != "index.html"]
+    assert len(found) > 50
+    for file in found:
+        heading = re.search(r"<h1[^>]*>(.*?)<a ", file.read_text("utf-8"), re.DOTALL)
+        assert heading, file.name
+        name = re.sub(r"<[^>]*>", " ", heading[1]).split()[0]  # then labels, such as «dataclass»
+        assert pydoc.locate(name) is not None, name
+        is_public = file.stem in torchace.__all__
+        assert (name == f"torchace.{file.stem}") == is_public, name
 
 
 def test_pages_fetch_nothing_from_other_hosts(site: Path) -> None:

@@ -29,7 +29,7 @@ def on_files(files: Any, config: Any) -> None:
     for group in sorted((ROOT / "docs" / "api").glob("*/index.md")):
         for name, rest in _NAME.findall(group.read_text("utf-8")):
             options = rest.removeprefix("    options:\n")
-            text = f"::: {name}\n    options:\n      heading_level: 1\n{options}"
+            text = f"::: {name}\n    options:\n      heading_level: 1\n      heading: {_public_name(name)}\n{options}"
             files.append(File.generated(config, f"api/{group.parent.name}/{_short(name)}.md", content=text))
 
 
@@ -53,6 +53,11 @@ def _row(name: str) -> str:
 
 def _short(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _public_name(name: str) -> str:
+    """Return the shortest name that a reader can import."""
+    return f"torchace.{_short(name)}" if _short(name) in _package().exports else name
 
 
 @functools.cache
