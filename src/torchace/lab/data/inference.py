@@ -137,6 +137,16 @@ def infer_columns(
     return tuple(columns or row_numbers), tuple(dropped), tuple(notes)
 
 
+def skip_missing_targets(frame: DataFrame, targets: Sequence[str], task: str | None = None) -> DataFrame:
+    """Leave out the rows without a value in one of the targets, and add a note; the index keeps their numbers."""
+    missing = np.any([missing_targets(get_column(frame, name, "the target"), task) for name in targets], 0)
+    kept = frame[~missing]
+    if missing.any():
+        skipped = f"{int(missing.sum())} of {len(frame)} rows have no target and are skipped."
+        kept.attrs["notes"] = [skipped, *frame.attrs.get("notes", ())]
+    return kept
+
+
 def missing_targets(column: Series, task: str | None = None) -> NDArray[np.bool_]:
     """Rows without a target, `(N,)`."""
     _, share = number_formats({"": column})[""]
