@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,9 @@ def test_number_formats(cells, format, values):
     else:
         assert columns["column"] == Column("column", "number", format)
         assert np.array_equal(feature_numbers(frame["column"], columns["column"])[:3], values, equal_nan=True)
+        if format:
+            with pytest.raises(DataError, match=f"is not a number; write it like {re.escape(format)}, or leave"):
+                feature_numbers(pd.Series(["1;5"], name="column"), columns["column"])
 
 
 def test_ambiguous_commas_are_read_as_in_the_other_columns():
