@@ -294,7 +294,7 @@ def weighted_quantiles(
     """Smallest values with at least these shares of the weight at or below them; weights count as repeated values."""
     order = values.argsort(kind="stable")
     total = weights[order].cumsum()
-    places = np.searchsorted(total, shares * total[-1], side="left")
+    places = np.searchsorted(total, shares * total[-1] * (1 - 1e-9), side="left")  # sums of weights are rounded
     return values[order[places.clip(max=len(values) - 1)]]
 
 
