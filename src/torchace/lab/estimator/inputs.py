@@ -59,7 +59,7 @@ def read_inputs_and_targets(
         raise ValueError("Expected targets `y`, but got None.")
     frame = read_inputs(estimator, X, reset=reset)
     dtype = np.float64 if options.get("y_numeric") else None
-    targets = check_array(y, ensure_2d=False, input_name="y", dtype=dtype)
+    targets = check_array(y, ensure_2d=False, accept_sparse=dtype is None, input_name="y", dtype=dtype)
     check_consistent_length(frame, targets)
     return frame, targets
 
