@@ -199,6 +199,10 @@ def _describe_table(schema: Schema, frame: DataFrame) -> TableSummary:
             columns.append({"name": name, "kind": "dropped", "missing": _missing(frame[name]), "why": dropped[name]})
     target = {"name": schema.target.name, "task": schema.target.task, "num_columns": len(schema.target.names)}
     target["classes"] = schema.target.class_names
+    target["columns"] = [  # no formats of classes
+        {"name": name, **_describe_column(frame[name], Column(name, "number", format))}
+        for name, format in zip(schema.target.names, schema.target.formats, strict=False)
+    ]
     return TableSummary.model_validate({"target": target, "columns": columns, "notes": schema.notes})
 
 
