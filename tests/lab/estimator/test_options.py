@@ -68,6 +68,12 @@ def test_callbacks_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["Epoch 2", "Epoch 4", "Epoch 5"]
     assert f"{entries[1]['train']:.5g}" in lines[0]
+    frame = frame.assign(town="Ulm", noise=[f"{row} %" if row else "few" for row in range(len(frame))])
+    ACEClassifier(**TINY, verbose=3).fit(frame, y)
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "Column 'town' is left out: it is 'Ulm' in every row.",
+        "Column 'noise' holds numbers; 1 of 250 values, such as 'few', are not and count as missing.",
+    ]
     ACEClassifier(**TINY).fit(frame, y)
     assert capsys.readouterr().out == ""
 

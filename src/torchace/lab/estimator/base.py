@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from torchace._checks import check_choice
 from torchace.lab.data import Split, hashed_key
+from torchace.lab.data.errors import quote
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, assign_folds, hold_out, number_blocks
 from torchace.lab.data.table_schema import Target
 from torchace.lab.estimator.fitted import FittedEstimator, TrainingState, load_estimator, save_estimator
@@ -270,6 +271,11 @@ class Estimator(FittedEstimator):
         else:
             target = Target(target_names(names, 1), self._task, tuple(self.classes_.tolist()))
         self._encoding = learn_inputs(table, names, target, self.encoding, weights)
+        if self.verbose:
+            schema = self._encoding.schema
+            left_out = (f"Column {quote(name)} is left out: {why}." for name, why in schema.dropped)
+            for line in (*left_out, *schema.notes):
+                print(line)
 
     def _sample_weight(
         self, table: NDArray[Any] | DataFrame, y: NDArray[Any], sample_weight: ArrayLike | None
