@@ -65,7 +65,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         class_weight: `"balanced"`, or a weight for each class.
         network: Function of the numbers of encoded inputs and outputs that returns a new member, instead of `hidden`.
         callbacks: Functions called after every epoch with its entry of `history_`.
-        verbose: Print the scores every `verbose` epochs; 0 prints nothing.
+        verbose: Print the columns left out, and the scores every `verbose` epochs; 0 prints nothing.
         random_state: An int for reproducible results.
         device: Device for training: `"cpu"`, `"cuda"`, or `"auto"`: cuda if available. Predictions use the CPU.
         n_jobs: CPU threads; torch's own number if None.

@@ -619,6 +619,10 @@ def test_rows_without_a_target_and_unseen_categories_are_counted(here: Path, inv
         invoke(*command[:-1], "n", "--skip-missing-target", "--class-weight", "bird=3"), "'bird'", "'cat'"
     )
     assert_one_sentence(invoke(*command, "--class-weight", "cat=-1"), "--class-weight", "'cat=-1'")
+    assert_one_sentence(invoke("evaluate", "m", "gaps.csv"), "'pet'", "row 1", "--skip-missing-target")
+    lines = invoke("evaluate", "m", "gaps.csv", "--skip-missing-target", "--out", "s.json").out.splitlines()
+    assert lines[0] == "10 of 80 rows have no target and are skipped."
+    assert json.loads(Path("s.json").read_text())["rows"] == 70
     write_table(pets(20, fur=["curly", "long"] * 10), Path("new.csv"))
     lines = invoke("predict", "m", "new.csv", "--out", "p.csv").out.splitlines()
     assert lines == [

@@ -193,11 +193,11 @@ SCHEMAS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "a class of one row": (
         lambda: infer_schema(pets(pet=["cat", "dog"] * 7 + ["cow"] + ["cat"] * 15), "pet"),
-        ("'cow'", "row 15", "one row"),
+        ("'cow'", "row 15", "one row", "or add rows of it."),
     ),
     "a number of one row": (
         lambda: infer_schema(pets(pet=[1, 2] * 14 + [1, 3]), "pet", "classification"),
-        ("'3'", "row 30"),
+        ("'3'", "row 30", "or set the task to regression"),
     ),
     "regression of texts": (
         lambda: infer_schema(pets(), "pet", "regression"),

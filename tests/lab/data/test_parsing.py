@@ -19,6 +19,7 @@ from torchace.lab.data.parsing import (
     PLACEHOLDERS,
     CellError,
     canonical,
+    dates,
     number_text,
     numbers,
     positions,
@@ -61,6 +62,16 @@ def test_missing_values(word):
     values, wrong = numbers(pd.Series([word]))
     assert math.isnan(values[0])
     assert not wrong[0]
+
+
+@pytest.mark.parametrize("dtype", ["str", "datetime64[s]", pd.ArrowDtype(pa.timestamp("s"))])
+def test_dates_far_from_now(dtype):
+    """Such as 9999-12-31, which often means «no end»; nanoseconds would overflow."""
+    years = ["0800-12-25", "1600-01-01", "1970-01-02", "9999-12-31", None]
+    seconds, wrong = dates(pd.Series(years, dtype=dtype))
+    assert not wrong.any()
+    expected = [float(np.datetime64(day, "s").astype(np.int64)) for day in years[:-1]]
+    assert np.array_equal(seconds, [*expected, np.nan], equal_nan=True)
 
 
 COLUMNS: dict[str, tuple[pd.Series, list[str | None], bool]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,9 @@ def test_an_infinite_number_in_a_dropped_column_is_ignored():
         (["€ 1.50", "-$2", "3"], "1234.5", [1.5, -2, 3]),
         (["1.234.567", "1.000", "3"], "1.234,5", [1234567, 1000, 3]),
         (["1.234", "1.5", "3"], "", [1.234, 1.5, 3]),
+        (["1.410", "842", "12.345"], "1.234,5", [1410, 842, 12345]),  # as decimals 1.41 and 842.000
+        (["1.410", "8420", "12.345"], "", [1.41, 8420, 12.345]),
+        (["1.415", "842", "12.345"], "", [1.415, 842, 12.345]),
         (["CHF 1'234.50", "12.25 USD", "₹7"], "1'234.5", [1234.5, 12.25, 7]),
         (["($1,234.50)", "-2.25", "missing"], "1,234.5", [-1234.5, -2.25, np.nan]),
         (["#DIV/0!", "2.5", "(null)"], "", [np.nan, 2.5, np.nan]),
@@ -123,6 +127,9 @@ def test_number_formats(cells, format, values):
     else:
         assert columns["column"] == Column("column", "number", format)
         assert np.array_equal(feature_numbers(frame["column"], columns["column"])[:3], values, equal_nan=True)
+        if format:
+            with pytest.raises(DataError, match=f"is not a number; write it like {re.escape(format)}, or leave"):
+                feature_numbers(pd.Series(["1;5"], name="column"), columns["column"])
 
 
 def test_ambiguous_commas_are_read_as_in_the_other_columns():
@@ -179,6 +186,11 @@ def test_a_few_other_cells_in_a_column_of_numbers_are_missing():
         feature_numbers(frame["column"], Column("column", "number"))
 
 
+def test_percent_signs_in_some_cells_only_are_announced():
+    schema = infer_schema(pets(mixed=["12.5 %", "0.125", "?"] * 10, all=["12.5 %", "0.1%", "?"] * 10), "pet")
+    assert schema.notes == ("Column 'mixed' has a percent sign in 10 of 20 values; it is ignored.",)
+
+
 def test_digits_with_leading_zeros_are_codes():
     frame = pets(zip=["01067", "10115", "80331"] * 10, month=["01", "02", "12"] * 10, number=range(30))
     frame["number"] = frame["number"].map("{:06d}".format)
@@ -189,6 +201,14 @@ def test_digits_with_leading_zeros_are_codes():
     assert schema.notes == ("Column 'zip' holds codes, such as '01067'; set its kind to number if not.",)
     forced = infer_schema(frame, "pet", kinds={"zip": "number"})
     assert next(column.kind for column in forced.columns if column.name == "zip") == "number"
+
+
+def test_a_mixture_is_named_by_what_most_of_its_values_are():
+    years = [f"{1900 + i}.{i % 10}" if i % 15 else "error" for i in range(120)]  # 1905.5 could be a month
+    days = [f"2020-01-{i % 28 + 1:02}" if i % 2 else f"soon {i}" for i in range(120)]  # few dates, many texts
+    reasons = dict(infer_schema(pets(120, years=years, days=days), "pet").dropped)
+    assert reasons["years"].startswith("93% of its values are numbers")
+    assert reasons["days"].startswith("50% of its values are dates")
 
 
 def test_mixtures_of_numbers_and_texts_are_announced():

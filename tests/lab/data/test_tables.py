@@ -36,7 +36,7 @@ def test_csv_cells_are_texts(tmp_path):
     assert isinstance(frame.index, pd.RangeIndex)
 
 
-@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("name", ["t.csv", "T.CSV", "t.csv.gz"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["Unix", "Windows", "old Mac"])
@@ -49,12 +49,17 @@ def test_csv_dialects(tmp_path, delimiter, name, mark, end):
     assert {column: [cell.strip() for cell in frame[column]] for column in frame} == expected
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-16-be", "utf-8"])
+@pytest.mark.parametrize(
+    ("encoding", "mark"),
+    [
+        *(("cp1252", b""), ("utf-8", b""), ("utf-16", b"")),  # Python writes a mark for "utf-16"
+        *(("utf-16-be", codecs.BOM_UTF16_BE), ("utf-16-be", b""), ("utf-16-le", b"")),
+    ],
+)
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
-def test_encodings(tmp_path, encoding, name):
+def test_encodings(tmp_path, encoding, mark, name):
     text = "größe;preis\r\n" + "groß;€ 1,5\r\nklein;7\r\n" * 40
-    data = text.encode(encoding)
-    data = codecs.BOM_UTF16_BE + data if encoding == "utf-16-be" else data
+    data = mark + text.encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     frame = read_table(tmp_path / name)
     assert frame.to_dict("list") == {"größe": ["groß", "klein"] * 40, "preis": ["€ 1,5", "7"] * 40}
@@ -76,6 +81,13 @@ def test_columns_without_a_name(tmp_path, text, names):
     frame = read_table(tmp_path / "t.csv")
     assert list(frame.columns) == names
     assert frame["b"].tolist() in (["6", "8"], ["2", "4"])
+
+
+def test_decimal_commas_between_commas_make_no_row_names(tmp_path):
+    """Row names differ from each other; a number cut in two would shift all columns."""
+    (tmp_path / "t.csv").write_text("price,town\n1,5,Ulm\n1,7,Rome\n2,5,Ulm\n")
+    with pytest.raises(DataError, match=r"3 values in row 1, but 2 column names"):
+        read_table(tmp_path / "t.csv")
 
 
 def test_tab_separated_values_are_never_split_at_commas(tmp_path):

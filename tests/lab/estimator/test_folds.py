@@ -196,7 +196,9 @@ def test_weights_count_as_repeated_samples_with_folds_too(kind: type, encoding: 
     repeated = small(kind, **options).fit(X.repeat(times, 0), y.repeat(times))
     order = rng.permutation(int(times.sum()))
     shuffled = small(kind, **options).fit(X.repeat(times, 0)[order], y.repeat(times)[order])
-    for other in (repeated, shuffled):
+    # 0.1 is no binary fraction: sums of it miss the quantiles by rounding
+    scaled = [small(kind, **options).fit(X, y, sample_weight=times * scale) for scale in (0.1, 1e-6, 7.7e9)]
+    for other in (repeated, shuffled, *scaled):
         # sums of 150 numbers in another order, amplified by 30 steps of Adam
         if kind is ACEClassifier:
             np.testing.assert_allclose(other.predict_proba(X), weighted.predict_proba(X), rtol=0, atol=1e-6)

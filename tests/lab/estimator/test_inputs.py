@@ -69,6 +69,21 @@ def test_a_table_is_encoded_saved_and_loaded(kind: type, tmp_path: Path) -> None
         model.predict(frame.drop(columns="town"))
 
 
+@pytest.mark.parametrize("other", ["K-{}", "DE", "{},5", "{} %"], ids=["identifier", "constant", "comma", "percent"])
+def test_text_beside_numbers_is_read_again_at_prediction(other: str) -> None:
+    """No category is left, but the rows are no array of numbers either."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"other": [other.format(row) for row in rng.permutation(300)], "price": rng.normal(size=300)})
+    label = frame["price"] > 0
+    model = small(ACEClassifier).fit(frame, label)
+    assert model.score(frame, label) > 0.95
+    found = TableModel(model.ensemble_, model._encoding, 0.0, {}).predict(frame)
+    np.testing.assert_array_equal(model.predict_proba(frame)[:, 1], found["probability_True"])
+    np.testing.assert_array_equal(model.predict_proba(frame.to_numpy()), model.predict_proba(frame))
+    with pytest.raises(ValueError, match=r"Expected 2 columns .* got shape \(300, 1\)"):
+        model.predict(frame[["price"]].to_numpy())
+
+
 def test_unseen_categories_and_missing_values_are_predicted() -> None:
     frame, label, _ = mixed_table()
     model = small(ACEClassifier).fit(frame, label)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy.sparse import csr_matrix
@@ -85,6 +86,9 @@ def test_sparse_targets_single_columns_and_refits() -> None:
     fitted = ACEClassifier(**TINY).fit(X, y)
     sparse = ACEClassifier(**TINY).fit(X, csr_matrix(y))
     assert np.array_equal(fitted.predict_proba(X), sparse.predict_proba(X))
+    frame = pd.DataFrame(X).assign(town=np.where(X[:, 0] > 0, "Ulm", "Rome"))
+    models = [ACEClassifier(**TINY).fit(frame, targets) for targets in (y, csr_matrix(y))]
+    assert np.array_equal(models[0].predict_proba(frame), models[1].predict_proba(frame))
     assert fitted.fit(X, y[:, 0]).predict(X).shape == (60,)  # one label a sample again
     assert fitted.fit(X, y).predict(X).shape == (60, 3)
 

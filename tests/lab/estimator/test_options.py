@@ -45,6 +45,20 @@ def test_an_own_network_is_trained() -> None:
     assert classifier.score(frame, y) > 0.7
 
 
+@pytest.mark.parametrize("early_stopping", ["folds", True, False])
+def test_an_own_network_may_have_batch_norm(early_stopping: Any) -> None:
+    """Its statistics are those of the training: two batches in each of three epochs."""
+    frame, y = _frame(250)
+
+    def network(inputs: int, outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(inputs, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, outputs))
+
+    classifier = ACEClassifier(**TINY, network=network, early_stopping=early_stopping).fit(frame, y)
+    counts = [buffer for name, buffer in classifier.ensemble_.named_buffers() if "num_batches" in name]
+    assert counts
+    assert all((count == 6).all() for count in counts)
+
+
 def test_callbacks_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
     frame, y = _frame(250)
     entries: list[dict[str, Any]] = []
@@ -54,6 +68,12 @@ def test_callbacks_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["Epoch 2", "Epoch 4", "Epoch 5"]
     assert f"{entries[1]['train']:.5g}" in lines[0]
+    frame = frame.assign(town="Ulm", noise=[f"{row} %" if row else "few" for row in range(len(frame))])
+    ACEClassifier(**TINY, verbose=3).fit(frame, y)
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "Column 'town' is left out: it is 'Ulm' in every row.",
+        "Column 'noise' holds numbers; 1 of 250 values, such as 'few', are not and count as missing.",
+    ]
     ACEClassifier(**TINY).fit(frame, y)
     assert capsys.readouterr().out == ""
 
@@ -67,6 +87,8 @@ def test_importances_name_the_columns_that_matter(kind: type) -> None:
     assert set(found) == {"age", "town", "noise", "when"}
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert set(list(found)[:2]) == {"age", "town"}
+    one_class = frame[y == "yes"]  # rows of a test may lack a class
+    assert fitted.feature_importances(one_class, target[y == "yes"], random_state=0).keys() == found.keys()
     X = np.random.default_rng(0).normal(size=(30, 2))
     assert set(kind(**TINY).fit(X, target[:30]).feature_importances(X, target[:30])) == {"x0", "x1"}
 

@@ -13,6 +13,7 @@ import torch
 
 from tests.lab.cli.command_line import houses, pets, write_table
 from torchace.lab.data import DataError
+from torchace.lab.report.setup import column_table
 from torchace.lab.tables.table import Table, TableSettings, load_table
 from torchace.lab.training.members import MemberPlan
 
@@ -202,3 +203,16 @@ def test_the_training_part_is_described(tmp_path: Path) -> None:
     assert columns["age"].missing == train["age"].isna().sum()
     assert tuple(columns["fur"].categories[0]) == next(iter(train["fur"].value_counts().items()))
     assert columns["part"].kind == "dropped"
+
+
+def test_numbers_to_predict_are_described_as_they_were_read(tmp_path: Path) -> None:
+    """A decimal comma read as a separator of thousands would show here."""
+    frame = pd.DataFrame({"x": np.arange(60) % 7, "price": [f"{1000 + i},5" for i in range(60)], "size": range(60)})
+    table = load_table(write_table(frame, tmp_path / "t.csv"), TableSettings(("price", "size")))
+    shown = column_table(table.description, 36)
+    assert shown is not None
+    cells = [[cell.text for cell in row] for row in shown.sections[0].rows]
+    mean = 1000.5 + np.mean(table.rows["train"].numpy())
+    assert cells[0][:2] == ["price", "target: number like 1234,5"]
+    assert cells[0][2].startswith(f"{mean:.0f} ± ")
+    assert cells[1][0] == "size"

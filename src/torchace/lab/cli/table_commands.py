@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchace.lab.cli.table_options import Data, TableRequest, option, option_name, with_table_options
+from torchace.lab.cli.table_options import (
+    Data,
+    SkipMissingTarget,
+    TableRequest,
+    option,
+    option_name,
+    with_table_options,
+)
 from torchace.lab.cli.terminal import (
     RESUME,
     check_report_packages,
@@ -142,17 +149,23 @@ def evaluate(
     model: Model,
     data: Data,
     out: Annotated[Path | None, option("FILE", "JSON file for the scores.")] = None,
+    skip_missing_target: SkipMissingTarget = False,
 ) -> None:
     """Score a model on rows whose target is known."""
+    from torchace.lab.data.inference import skip_missing_targets
     from torchace.lab.data.tables import read_table
     from torchace.lab.tables.model import TableModel
 
     loaded = TableModel.load(model)
     if out is not None:
         _check_output(out, "--out", model, data)
-    frame = read_table(data)
+    frame, target = read_table(data), loaded.encoding.schema.target
+    if skip_missing_target:
+        frame = skip_missing_targets(frame, target.names, "regression" if target.task == "regression" else None)
+    for note in frame.attrs.get("notes", ()):
+        print_line(note)
     scores: dict[str, Any]
-    if len(loaded.encoding.schema.target.names) > 1:
+    if len(target.names) > 1:
         scores = {name: found.metrics for name, found in loaded.evaluate_targets(frame).items()}
         print_table(_score_table(scores))
     else:

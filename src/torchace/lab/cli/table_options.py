@@ -38,6 +38,7 @@ def _hyperparameter_option(name: str) -> tuple[Any, Any]:
 
 Columns = list[str] | None
 Data = Annotated[Path, typer.Argument(metavar="DATA", help="A CSV, Parquet or NPZ file.")]
+SkipMissingTarget = Annotated[bool, option(None, "Skip rows without a target.", "--skip-missing-target")]
 Device, _ = _hyperparameter_option("device")
 
 
@@ -77,7 +78,7 @@ def _table_options(
     ] = Hyperparameters().validation_fraction,
     test: Annotated[float, option("SHARE", "Share of rows for the final scores.")] = 0.2,
     class_weight: Annotated[Columns, option("WEIGHT", "balanced, or CLASS=NUMBER; repeatable.")] = None,
-    skip_missing_target: Annotated[bool, option(None, "Skip rows without a target.", "--skip-missing-target")] = False,
+    skip_missing_target: SkipMissingTarget = False,
     early_stopping: Annotated[bool, option(None, "Stop on rows left out of the training, or train all epochs.")] = True,
     seed: Annotated[
         int, option("N", "Random seed of the split and the training.", "--seed", "--random-state", min=0, max=10**15)

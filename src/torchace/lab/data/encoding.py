@@ -113,8 +113,9 @@ class Encoding:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all columns are numbers."""
-        return all(column.kind == "number" for column in self.schema.columns)
+        """Whether rows of numbers are the raw matrix: no column is left out or read in another way."""
+        columns = self.schema.columns
+        return not self.schema.dropped and all(column == Column(column.name, "number") for column in columns)
 
     def encoder(self) -> TableEncoder:
         """Module from the raw matrix to the features, in float64."""
@@ -293,7 +294,7 @@ def weighted_quantiles(
     """Smallest values with at least these shares of the weight at or below them; weights count as repeated values."""
     order = values.argsort(kind="stable")
     total = weights[order].cumsum()
-    places = np.searchsorted(total, shares * total[-1], side="left")
+    places = np.searchsorted(total, shares * total[-1] * (1 - 1e-9), side="left")  # sums of weights are rounded
     return values[order[places.clip(max=len(values) - 1)]]
 
 

@@ -66,7 +66,7 @@ def assign_folds(
     for shift, value in enumerate(np.unique(label)):
         places = order[label[order] == value]
         middle = size[places].cumsum() - size[places] / 2
-        fold[places] = (num_folds * middle / size[places].sum()).astype(np.int64)
+        fold[places] = (num_folds * middle / size[places].sum() + 1e-9).astype(np.int64)  # sums of weights are rounded
         fold[places] = (fold[places] + shift) % num_folds  # small classes start in different folds
     return torch.from_numpy(fold[block])
 

@@ -137,6 +137,16 @@ def infer_columns(
     return tuple(columns or row_numbers), tuple(dropped), tuple(notes)
 
 
+def skip_missing_targets(frame: DataFrame, targets: Sequence[str], task: str | None = None) -> DataFrame:
+    """Leave out the rows without a value in one of the targets, and add a note; the index keeps their numbers."""
+    missing = np.any([missing_targets(get_column(frame, name, "the target"), task) for name in targets], 0)
+    kept = frame[~missing]
+    if missing.any():
+        skipped = f"{int(missing.sum())} of {len(frame)} rows have no target and are skipped."
+        kept.attrs["notes"] = [skipped, *frame.attrs.get("notes", ())]
+    return kept
+
+
 def missing_targets(column: Series, task: str | None = None) -> NDArray[np.bool_]:
     """Rows without a target, `(N,)`."""
     _, share = number_formats({"": column})[""]
@@ -206,6 +216,11 @@ def _infer_column(
             f"Column {quote(name)} holds {kind}s; {int(invalid.sum())} of {int((invalid | ~np.isnan(values)).sum())} "
             f"values, such as {example}, are not and count as missing."
         )
+    if kind == "number" and format:
+        pc = arrow("pyarrow.compute")
+        signs = pc.match_substring(texts(cells).drop_null(), "%")
+        if (count := int(pc.sum(signs).as_py())) not in (0, len(signs)):
+            notes.append(f"Column {quote(name)} has a percent sign in {count} of {len(signs)} values; it is ignored.")
     return Column(name, kind, format, lenient)
 
 
@@ -229,7 +244,7 @@ def _reject_category(
     distinct = len(labels)
     if reason := _reject_constant(cells, len(present), distinct):
         return reason
-    if date_share >= MIXED_DATES and distinct > MIXED_DISTINCT:
+    if date_share >= max(MIXED_DATES, number_share) and distinct > MIXED_DISTINCT:  # 1990.5 is both
         return f"{date_share:.0%} of its values are dates, the others are not; correct them"
     is_mixed = number_share >= MIXED_NUMBERS and distinct > MIXED_DISTINCT
     words = pc.mean(pc.count_substring_regex(present, r"\S+")).as_py()
@@ -347,7 +362,8 @@ def _infer_classes(column: Series, is_number: bool) -> tuple[Label, ...]:
         place = int(np.flatnonzero(positions(cells, single[:1]) == 0)[0])
         raise DataError(
             f"The class {quote(spelling[single[0]])} of the target {name} has only one row, row "
-            f"{row_number(column, place)}, too few for training and test parts; remove it, or add rows of it."
+            f"{row_number(column, place)}, too few for training and test parts; remove it, or add rows of it"
+            f"{', or set the task to regression' if is_number else ''}."
         )
     ordered = sorted(rows, key=(lambda form: (float(form), form)) if is_number else (lambda form: (0.0, form)))
     types, dtype = pandas().api.types, column.cat.categories.dtype if is_category(column) else column.dtype

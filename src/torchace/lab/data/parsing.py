@@ -124,7 +124,8 @@ def dates(column: Series, format: str = "ISO8601") -> tuple[NDArray[np.float64],
     pd = pandas()
     cells = column if is_date(column) else texts(column).to_pandas()
     stamps = pd.Series(pd.to_datetime(cells, format=format, errors="coerce", utc=True)).dt.tz_localize(None)
-    seconds = (stamps - pd.Timestamp(0)).dt.total_seconds().to_numpy(dtype=np.float64, na_value=np.nan, copy=True)
+    values = stamps.to_numpy(dtype="datetime64[us]")  # nanoseconds would overflow in the years 1677 and 2262
+    seconds = np.where(np.isnat(values), np.nan, values.astype(np.int64) / 1e6)
     return seconds, np.asarray(cells.notna()) & np.isnan(seconds)
 
 
@@ -248,7 +249,18 @@ def _number_shares(column: Series) -> dict[str, float]:
     # other formats give plain numbers the same values
     others = [format for format in NUMBER_FORMATS if found[""] < 1 or format == "1.234,5"]
     likely = [format for format in others if share(format, 1000) >= MIN_SHARE / 2]
-    return found | {format: whole for format in likely if (whole := share(format)) >= MIN_SHARE}
+    found |= {format: whole for format in likely if (whole := share(format)) >= MIN_SHARE}
+    if found.get("1.234,5", 0.0) >= found[""] and _has_thousands(cells):
+        found[""] = 0.0
+    return found
+
+
+def _has_thousands(cells: Any) -> bool:
+    """Whether 1.410 stands beside 842, but not beside 1234: decimals would be written as 1.41 and 842.000."""
+    pc = arrow("pyarrow.compute")
+    patterns = (r"[.][0-9]{2}0$", "^[+-]?[0-9]{1,3}$", "^[+-]?[0-9]{4,}$")
+    end_in_0, are_short, are_long = (pc.any(pc.match_substring_regex(cells, found)).as_py() for found in patterns)
+    return end_in_0 and are_short and not are_long
 
 
 def date_format(column: Series) -> tuple[str, float]:
@@ -260,10 +272,12 @@ def date_format(column: Series) -> tuple[str, float]:
     cells = texts(column).drop_null()
     if not len(cells) or pc.mean(pc.match_substring_regex(cells, r"[0-9][^0-9]+[0-9]")).as_py() < MIXED_DATES:
         return iso, 0.0
-    sample = cells.unique()[:200].to_pandas()
+    counted = cells.value_counts()[:200]
+    sample, counts = counted.field("values").to_pandas(), counted.field("counts").to_numpy()
     shares: dict[str, float] = {}
     for format in DATE_FORMATS:
-        shares[format] = float(pd.to_datetime(sample, format=format, errors="coerce", utc=True).notna().mean())
+        is_read = pd.to_datetime(sample, format=format, errors="coerce", utc=True).notna()
+        shares[format] = float(np.average(is_read, weights=counts))
         if shares[format] == 1:
             break
     best = max(shares, key=lambda format: shares[format])  # the first of equals

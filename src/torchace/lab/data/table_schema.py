@@ -142,7 +142,8 @@ def get_column(frame: DataFrame, name: str, role: str) -> Series:
 def feature_numbers(cells: Series, column: Column) -> NDArray[np.float64]:
     """Numbers of a feature column, or seconds since 1970 of dates, `(N,)`, NaN where one is missing."""
     values, invalid = (dates if column.kind == "date" else numbers)(cells, column.format)
-    check_features(cells, values, invalid & (not column.lenient), column.kind)
+    advice = {"remedy": f"write it like {column.format}, or leave it empty"} if column.format else {}
+    check_features(cells, values, invalid & (not column.lenient), column.kind, **advice)
     return values
 
 

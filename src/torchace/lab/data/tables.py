@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 SAMPLE_ROWS = 20  # that decide about the delimiter of a CSV file
-DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
-ENCODINGS = {"utf-8-sig": "UTF-8", "utf-16": "UTF-16", "cp1252": "Windows-1252"}
+DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "vertical bar"}
+ENCODINGS = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252"}
 FILE_ERRORS = (OSError, EOFError, ValueError, csv.Error, zlib.error, zipfile.BadZipFile)  # ValueError: Unicode, Arrow
 
 
 def read_table(path: str | os.PathLike[str]) -> DataFrame:
     """Read a table from a file; its suffix gives the format.
 
-    - `.csv`, `.tsv` (also `.gz`): UTF-8, UTF-16 or Windows-1252 with a header, separated by commas, semicolons or
-      tabs; every cell is a text. A column without a name, as R and pandas write row names, gets one.
+    - `.csv`, `.tsv` (also `.gz`): UTF-8, UTF-16 or Windows-1252 with a header, separated by commas, semicolons, tabs
+      or vertical bars; every cell is a text. A column without a name, as R and pandas write row names, gets one.
     - `.parquet`: typed columns, without pandas's unnamed index.
     - `.npz`: arrays `(N,)` are columns; an array `a` of shape `(N, D)` is the columns `a0`, `a1`, …. No unpickling.
     """
@@ -155,11 +155,14 @@ def _open_text(path: Path, encoding: str) -> IO[str]:
 
 
 def _text_encoding(path: Path) -> str:
-    """Encoding of a text file: UTF-16 by its byte order mark, UTF-8 if valid, else Windows-1252."""
+    """Encoding of a text file: UTF-16 by its byte order mark or zero bytes, UTF-8 if valid, else Windows-1252."""
     with _open_text(path, "latin-1") as file:
         start = file.read(4096)
     if start.startswith(("\xff\xfe", "\xfe\xff")):
         return "utf-16"
+    for place, encoding in enumerate(("utf-16-be", "utf-16-le")):  # most characters of a header have one zero byte
+        if start[place::2].count("\0") > len(start) / 4 and "\0" not in start[1 - place :: 2]:
+            return encoding
     if "\0" in start:
         raise DataError(f"{path} is not a text file; save the table as CSV, Parquet or NPZ.")
     try:
@@ -174,7 +177,8 @@ def _text_encoding(path: Path) -> str:
 def _find_layout(path: Path, encoding: str) -> tuple[str, int | None]:
     """Delimiter that gives the first rows the most columns, equally many each; place of a column that has no name.
 
-    If rows have one cell more than the header, it is the first, as R writes row names, or the last if it is empty.
+    If rows have one cell more than the header, it is the first, as R writes row names, which differ, or the last if
+    it is empty.
     """
     samples: dict[str, list[list[str]]] = {}
     for delimiter in ["\t"] if ".tsv" in path.name.lower() else DELIMITERS:
@@ -182,15 +186,20 @@ def _find_layout(path: Path, encoding: str) -> tuple[str, int | None]:
             reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
             samples[delimiter] = list(islice(filter(any, reader), SAMPLE_ROWS)) or [[]]
 
+    def unnamed(delimiter: str) -> int | None:
+        header, *rows = samples[delimiter]
+        if {len(row) for row in rows} != {len(header) + 1}:
+            return None
+        if not any(row[-1] for row in rows):
+            return len(header)
+        return 0 if len({row[0] for row in rows}) == len(rows) else None
+
     def fit(delimiter: str) -> tuple[bool, int]:
         width, *others = map(len, samples[delimiter])
-        return width > 1 and (set(others) <= {width} or set(others) == {width + 1}), width
+        return width > 1 and (set(others) <= {width} or unnamed(delimiter) is not None), width
 
     best = max(samples, key=fit)
-    header, *rows = samples[best]
-    if not fit(best)[0] or not rows or len(rows[0]) == len(header):
-        return best, None
-    return best, 0 if any(row[-1] for row in rows) else len(header)
+    return best, unnamed(best) if fit(best)[0] else None
 
 
 def _column_names(header: list[str], unnamed: int | None, path: Path) -> list[str]:

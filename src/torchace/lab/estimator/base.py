@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from torchace._checks import check_choice
 from torchace.lab.data import Split, hashed_key
+from torchace.lab.data.errors import quote
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, assign_folds, hold_out, number_blocks
 from torchace.lab.data.table_schema import Target
 from torchace.lab.estimator.fitted import FittedEstimator, TrainingState, load_estimator, save_estimator
@@ -42,12 +43,17 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 
+def _class_score(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
+    """Negative cross entropy; `y` may lack classes."""
+    return -log_loss(y, estimator.predict_proba(X), labels=estimator.classes_)
+
+
 def _label_score(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
     """Negative binary cross entropy, the mean over samples and labels."""
     return -log_loss(np.ravel(y), estimator.predict_proba(X).ravel(), labels=[0, 1])
 
 
-SCORING = {"classification": "neg_log_loss", "multilabel": _label_score, "regression": "neg_mean_squared_error"}
+SCORING = {"classification": _class_score, "multilabel": _label_score, "regression": "neg_mean_squared_error"}
 STOPPING = (True, False, "auto", "folds")
 ENCODE_ROWS = 65_536  # encoded at once
 
@@ -237,6 +243,8 @@ class Estimator(FittedEstimator):
         plan = MemberPlan.from_hyperparameters(self._task, check_hyperparameters("`{}`".format, **values))
         resolve_device(self.device)
         check_choice(self.early_stopping, "early_stopping", STOPPING)
+        if not isinstance(self.callbacks or (), Sequence) or not all(map(callable, self.callbacks or ())):
+            raise TypeError(f"Expected `callbacks` to be a list of functions, but got {self.callbacks!r}.")
         return replace(plan, network=self.network, patience=plan.patience if self.early_stopping else None)
 
     @abstractmethod
@@ -263,6 +271,11 @@ class Estimator(FittedEstimator):
         else:
             target = Target(target_names(names, 1), self._task, tuple(self.classes_.tolist()))
         self._encoding = learn_inputs(table, names, target, self.encoding, weights)
+        if self.verbose:
+            schema = self._encoding.schema
+            left_out = (f"Column {quote(name)} is left out: {why}." for name, why in schema.dropped)
+            for line in (*left_out, *schema.notes):
+                print(line)
 
     def _sample_weight(
         self, table: NDArray[Any] | DataFrame, y: NDArray[Any], sample_weight: ArrayLike | None
@@ -277,6 +290,8 @@ class Estimator(FittedEstimator):
             seen, codes = np.unique(y, return_inverse=True)  # partial_fit may see some classes only
             options = {} if weight is None or class_weight != "balanced" else {"sample_weight": weight}
             scale = compute_class_weight(class_weight, classes=seen, y=y, **options)[codes]
+            if not (scale >= 0).all():
+                raise ValueError(f"Expected `class_weight` with weights of at least 0, but got {class_weight}.")
             weight = scale if weight is None else scale * weight
         if weight is not None and not (weight > 0).any():
             raise ValueError(

@@ -59,7 +59,7 @@ def read_inputs_and_targets(
         raise ValueError("Expected targets `y`, but got None.")
     frame = read_inputs(estimator, X, reset=reset)
     dtype = np.float64 if options.get("y_numeric") else None
-    targets = check_array(y, ensure_2d=False, input_name="y", dtype=dtype)
+    targets = check_array(y, ensure_2d=False, accept_sparse=dtype is None, input_name="y", dtype=dtype)
     check_consistent_length(frame, targets)
     return frame, targets
 
@@ -67,20 +67,23 @@ def read_inputs_and_targets(
 def _mixed_frame(estimator: Any, X: Any, reset: bool) -> DataFrame | None:
     """Samples as a DataFrame if they are a table with other columns than numbers; None for numbers."""
     is_fitted = not reset and hasattr(estimator, "_encoding")
-    if is_fitted and estimator._encoding.is_plain:
-        return None
+    has_names = not is_fitted or hasattr(estimator, "feature_names_in_")
+    is_plain = not is_fitted or estimator._encoding.is_plain
     if type(X).__module__.startswith("polars"):
         X = X.to_pandas()
-    if not hasattr(X, "iloc") or not hasattr(X, "dtypes"):
-        if not is_fitted:
+    if not hasattr(X, "iloc") or not hasattr(X, "dtypes") or not has_names:
+        if is_plain:
             return None
         import pandas as pd
 
-        X = pd.DataFrame(np.asarray(X, dtype=object), columns=list(estimator.feature_names_in_))
+        cells, names = np.asarray(X, dtype=object), list(estimator.feature_names_in_)
+        if cells.ndim != 2 or cells.shape[1] != len(names):
+            raise ValueError(f"Expected {len(names)} columns as in the training data, but got shape {cells.shape}.")
+        X = pd.DataFrame(cells, columns=names)
     frame = check_columns(X)
     from pandas.api.types import is_numeric_dtype  # type: ignore[import-untyped]
 
-    return None if not is_fitted and all(map(is_numeric_dtype, frame.dtypes)) else frame
+    return None if is_plain and all(map(is_numeric_dtype, frame.dtypes)) else frame
 
 
 def learn_inputs(

@@ -93,15 +93,20 @@ def column_table(table: TableSummary, rows: int) -> ReportTable:
     target = table.target
     kind = "classes" if target.classes else "number" if target.num_columns == 1 else f"{target.num_columns} numbers"
     cells = [[formats.shorten(target.name, 80), f"target: {kind}", _list_classes(target.classes) or NONE, "0"]]
+    if target.columns:
+        cells = [[formats.shorten(c.name, 80), f"target: {_kind(c)}", _values(c), "0"] for c in target.columns]
     for column in table.columns[:MOST_COLUMNS]:
-        like = f" like {column.format}" if column.format not in ("", "ISO8601") else ""
-        kind = "left out" if column.kind == "dropped" else column.kind + like
         share = f" ({formats.number(100 * column.missing / rows, 1)} %)" if column.missing and rows else ""
-        cells.append([formats.shorten(column.name, 80), kind, _values(column), f"{column.missing:,}{share}"])
+        cells.append([formats.shorten(column.name, 80), _kind(column), _values(column), f"{column.missing:,}{share}"])
     rest = len(table.columns) - MOST_COLUMNS
     note = f"{rest:,} more are not listed." if rest > 0 else ""
     heads = ("Column", "Read as", "Values, or why it is left out", "Missing")
     return make_table(f"Columns ({len(table.columns):,})", heads, [("", cells)], note, "tttn")
+
+
+def _kind(column: ColumnSummary) -> str:
+    like = f" like {column.format}" if column.format not in ("", "ISO8601") else ""
+    return "left out" if column.kind == "dropped" else column.kind + like
 
 
 def _values(column: ColumnSummary) -> str:

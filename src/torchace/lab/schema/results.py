@@ -180,15 +180,6 @@ class PlanFile(ResultFile):
 # -- the experiment ----------------------------------------------------------------------------------------------------
 
 
-class TargetSummary(ResultModel):
-    """Target of a table; no classes for a regression, which may have several columns."""
-
-    name: str
-    num_columns: Count = 1
-    task: TaskName | None = None
-    classes: Items[str] = ()
-
-
 class ColumnSummary(ResultModel):
     """A column in the training rows; `categories` has the most frequent ones with counts; dates are seconds."""
 
@@ -203,6 +194,16 @@ class ColumnSummary(ResultModel):
     categories: Items[Annotated[tuple[str, Count], Field(strict=False)]] = ()
     num_categories: Count = 0
     why: str = ""  # reason for dropping it
+
+
+class TargetSummary(ResultModel):
+    """Target of a table; no classes for a regression, which may have several columns."""
+
+    name: str
+    num_columns: Count = 1
+    task: TaskName | None = None
+    classes: Items[str] = ()
+    columns: Items[ColumnSummary] = ()  # of a regression; empty in files of earlier versions
 
 
 class TableSummary(ResultModel):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchace.lab.data import DataError, Split
 from torchace.lab.data.encoding import Encoding, learn_encoding, mean_and_std
 from torchace.lab.data.errors import quote_all
-from torchace.lab.data.inference import infer_schema, missing_targets
+from torchace.lab.data.inference import infer_schema, skip_missing_targets
 from torchace.lab.data.parsing import CellError, texts
 from torchace.lab.data.splits import train_val_test_split
 from torchace.lab.data.table_schema import Column, Schema, Target, feature_numbers, get_column
@@ -123,12 +123,11 @@ def _target_scaler(encoding: Encoding) -> Scaler | None:
 def load_table(path: Path, settings: TableSettings) -> Table:
     """Read, split and encode a table."""
     path = path.expanduser()
-    frame, skipped = read_table(path), 0
-    file_rows = torch.arange(len(frame))
-    if settings.skip_missing_target and set(settings.target) <= set(frame.columns):
+    frame = read_table(path)
+    if settings.skip_missing_target:
         task = settings.task if len(settings.target) == 1 else "regression"
-        missing = np.any([missing_targets(frame[name], task) for name in settings.target], 0)
-        frame, file_rows, skipped = frame[~missing], file_rows[torch.from_numpy(~missing)], int(missing.sum())
+        frame = skip_missing_targets(frame, settings.target, task)
+    file_rows = torch.tensor(frame.index)
     drop, column = list(settings.drop), None
     if settings.split_column is not None:
         if settings.split_column in settings.target:
@@ -137,8 +136,6 @@ def load_table(path: Path, settings: TableSettings) -> Table:
         drop = list(dict.fromkeys([*drop, settings.split_column]))
     schema = infer_schema(frame, settings.target, settings.task, drop, kinds=dict(settings.kinds))
     notes = list(schema.notes)
-    if skipped:
-        notes.insert(0, f"{skipped} of {len(frame) + skipped} rows have no target and are skipped.")
     if len(schema.target.names) > 1:
         notes.append(
             "Scores over all targets are means; errors are those of targets scaled to a standard deviation of 1."
@@ -202,6 +199,10 @@ def _describe_table(schema: Schema, frame: DataFrame) -> TableSummary:
             columns.append({"name": name, "kind": "dropped", "missing": _missing(frame[name]), "why": dropped[name]})
     target = {"name": schema.target.name, "task": schema.target.task, "num_columns": len(schema.target.names)}
     target["classes"] = schema.target.class_names
+    target["columns"] = [  # no formats of classes
+        {"name": name, **_describe_column(frame[name], Column(name, "number", format))}
+        for name, format in zip(schema.target.names, schema.target.formats, strict=False)
+    ]
     return TableSummary.model_validate({"target": target, "columns": columns, "notes": schema.notes})
 
 

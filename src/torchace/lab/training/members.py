@@ -255,7 +255,7 @@ def collect_out_of_fold(
 def fit_run_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | None = None, run: int = 0) -> float:
     """Temperature of one run, on as many samples as a chunk of memory holds."""
     members = trained.plan.num_members if left_out is None else _num_members(left_out)
-    size = 8 * len(split) * members * trained.network.predict(split.x[:1]).shape[-1]
+    size = 8 * len(split) * members * next(trained.logits(run, split.x[:1])).shape[-1]
     part = slice(None, None, -(-size // CHUNK_BYTES))
     mask = None if left_out is None else left_out[:, part]
     logits = torch.cat(list(left_out_logits(trained, split.x[part], mask, run)), 1)
