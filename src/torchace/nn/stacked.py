@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -45,6 +47,8 @@ from torchace.nn.stacking import (
 )
 
 CACHED = 1 << 21  # elements of the largest feature maps that are computed together on a CPU
+# held while the tensors of a stacked module are replaced by others: threads may call one ensemble at the same time
+_replacing = threading.RLock()
 
 
 class StackedEnsemble(EnsembleModule):
@@ -178,14 +182,18 @@ class StackedEnsemble(EnsembleModule):
                 return run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own)
             key = None if rng is None else rng.tensors
             return run_stacked_in_graph(self._token, modes, own, list(args), kwargs, named_tensors(self.stacked), key)
-        decision = self._decision(modes, args, kwargs, own=own)
+        with _replacing:
+            decision = self._decision(modes, args, kwargs, own=own)
         shared = [] if own else [*args, *kwargs.values()]
         before = tensor_versions(shared)
-        if decision is None or decision.call_by_call:
-            size = self._members_at_once(decision, args, own=own)
-            output = self._run_stacked(layers, args, kwargs, size, own=own, rng=rng)
-        else:
-            output = run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own, rng=rng)
+        is_followed = decision is None or decision.call_by_call
+        size = self._members_at_once(decision, args, own=own) if is_followed else 0
+        replaces = size < self.num_members or (self.shares_weights and torch.is_grad_enabled())
+        with _replacing if replaces else nullcontext():
+            if is_followed:
+                output = self._run_stacked(layers, args, kwargs, size, own=own, rng=rng)
+            else:
+                output = run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own, rng=rng)
         if tensor_versions(shared) != before:
             raise ValueError(
                 "Expected members that leave their shared input unchanged, but they changed their input in place. Use "
