@@ -106,6 +106,11 @@ def check_tensor(value: object, name: str) -> None:
         raise TypeError(f"Expected `{name}` to be a tensor, but got {type(value).__name__}. Use torch.as_tensor(...).")
 
 
+def check_real(tensor: Tensor, name: str) -> None:
+    if tensor.is_complex():
+        raise TypeError(f"Expected a real `{name}`, but got {tensor.dtype}.")
+
+
 def check_module(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
@@ -180,6 +185,7 @@ def check_probs(probs: Tensor) -> None:
 def member_weights_tensor(member_weights: Tensor | Sequence[float]) -> Tensor:
     """Convert weights to a floating-point tensor, without checking them."""
     if isinstance(member_weights, Tensor):
+        check_real(member_weights, "member_weights")
         return member_weights if member_weights.is_floating_point() else member_weights.double()
     try:
         return torch.as_tensor(member_weights, dtype=torch.float64, device="cpu")
@@ -221,6 +227,7 @@ def as_sample_weight(sample_weight: Tensor, num_members: int, samples: tuple[int
     Given weights are `(N, ...)` or `(N,)`, with K first where members have their own.
     """
     check_tensor(sample_weight, "sample_weight")
+    check_real(sample_weight, "sample_weight")
     given = shape_of(sample_weight)
     rest = [1] * (len(samples) - 1)
     if given == samples or given == (num_members, *samples):
@@ -236,7 +243,14 @@ def as_sample_weight(sample_weight: Tensor, num_members: int, samples: tuple[int
         )
     if can_read(sample_weight) and not bool((sample_weight >= 0).all()):
         raise ValueError("Expected non-negative `sample_weight`, but some weights are negative or NaN.")
+    check_finite_weights(sample_weight, "sample_weight")
     return weight.detach().to(dtype=like.dtype, device=like.device)
+
+
+def check_finite_weights(weight: Tensor, name: str) -> None:
+    """Refuse NaN and Inf, which would make every member's loss NaN."""
+    if can_read(weight) and not bool(torch.isfinite(weight).all()):
+        raise ValueError(f"Expected finite `{name}`, but some weights are NaN or Inf.")
 
 
 def check_mixture(mixture: Tensor, like: Tensor) -> None:
@@ -335,8 +349,7 @@ def check_same_shape(target: Tensor, like: Tensor, name: str) -> None:
             f"Expected `target` of shape {shape_of(like)[1:]} to match `{name}` {shape_of(like)}, "
             f"but got {shape_of(target)}. The target has no member axis: all members share it."
         )
-    if target.is_complex():
-        raise TypeError(f"Expected a real `target`, but got {target.dtype}.")
+    check_real(target, "target")
 
 
 def check_binary_target(target: Tensor) -> None:

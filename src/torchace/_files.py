@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK_BYTES = 1 << 26  # of a table in memory at once
-TABLE_COLUMNS = 50_000
 PARTIAL = ".partial"  # suffix of files and folders that are being written
 CHECKSUM = "sha256"  # key of a JSON file's own checksum
 

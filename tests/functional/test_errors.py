@@ -116,6 +116,21 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"Expected non-negative `sample_weight`, but some weights are negative or NaN\.",
     ),
     (
+        {"sample_weight": torch.tensor([1.0, float("inf"), 1.0])},
+        ValueError,
+        r"Expected finite `sample_weight`, but some weights are NaN or Inf\.",
+    ),
+    (
+        {"sample_weight": torch.ones(3, dtype=torch.complex64)},
+        TypeError,
+        r"Expected a real `sample_weight`, but got torch\.complex64\.",
+    ),
+    (
+        {"member_weights": torch.tensor([0.5, 0.5], dtype=torch.complex64)},
+        TypeError,
+        r"Expected a real `member_weights`, but got torch\.complex64\.",
+    ),
+    (
         {"sample_weight": [1.0, 1.0, 1.0]},
         TypeError,
         r"Expected `sample_weight` to be a tensor, but got list\. Use torch\.as_tensor\(\.\.\.\)\.",
@@ -187,6 +202,11 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"Expected `target` of shape \(3, 5, 6\) \(class indices\) or \(3, 4, 5, 6\) \(class probabilities\) for "
         r"`logits` \(2, 3, 4, 5, 6\), but got \(3,\)\. The target has no member axis: all members share it\.",
+    ),
+    (
+        {"weight": torch.tensor([1.0, NAN, 1.0, 1.0])},
+        ValueError,
+        r"Expected finite `weight`, but some weights are NaN or Inf\.",
     ),
     # target: type
     (
@@ -350,6 +370,12 @@ ELEMENTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         {"target": torch.zeros(3, 4, dtype=torch.complex64)},
         TypeError,
         r"Expected a real `target`, but got torch\.complex64\.",
+    ),
+    (
+        binary,
+        {"pos_weight": torch.tensor([1.0, NAN, 1.0, 1.0])},
+        ValueError,
+        r"Expected finite `pos_weight`, but some weights are NaN or Inf\.",
     ),
     (
         binary,

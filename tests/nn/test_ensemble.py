@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import namedtuple
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,6 +86,35 @@ def test_separate_batches_with_a_trunk_compute_it_once():
     assert len(calls) == 1
     for k in range(2):
         torch.testing.assert_close(out[k], ensemble[k](trunk(x[k])))
+
+
+class FromDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, inputs: dict[str, Any], y: torch.Tensor) -> torch.Tensor:
+        return self.linear(inputs["x"] * inputs["more"][0] - y)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Ensemble,
+        StackedEnsemble,
+        lambda members: Ensemble([nn.Identity(), nn.Identity()], trunk=members[0]),
+        lambda members: SMOC(members[0], 3, num_classes=4, num_members=2),
+    ],
+)
+def test_separate_batches_of_several_and_nested_inputs(make):
+    ensemble = make([FromDict(), FromDict()])
+    x, w, y = torch.randn(3, 2, 4, 6)
+    out = ensemble({"x": x, "more": [w]}, y, batches="separate")
+    for k in range(2):
+        alone = ensemble({"x": x[k], "more": [w[k]]}, y[k])
+        torch.testing.assert_close(out[k], alone[k])
+    with pytest.raises(ValueError, match=r"shape \(2, N, ...\) with one batch per member.*got \(3, 6\)"):
+        ensemble({"x": x, "more": [w]}, torch.zeros(3, 6), batches="separate")
 
 
 @pytest.mark.parametrize("batches", ["shared", "separate"])

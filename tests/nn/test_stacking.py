@@ -213,3 +213,40 @@ def test_random_numbers_of_a_run_do_not_depend_on_other_runs():
     both = MemberRNG(torch.tensor([5, 7]), members, step).uniform((4, 3), torch.float32, cpu)
     alone = MemberRNG(torch.tensor([7]), members, step).uniform((2, 3), torch.float32, cpu)
     assert torch.equal(both[2:], alone)
+
+
+class _Masked(nn.Module):
+    """Selects values by a member's own data; for an input of zeros, all members select as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        nn.init.ones_(self.linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        return h + h[h > 0].mean() + h.masked_select(h > 0.5).sum() + nn.functional.one_hot((h > 0).sum(1))[:, -1:]
+
+
+class _ReadsMean(nn.Module):
+    """Reads a running mean as a number: equal in all members at the first call alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.tensor(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x) - float(self.mean)
+        self.mean.lerp_(h.detach().mean(), 0.5)
+        return h
+
+
+@pytest.mark.parametrize("make", [_Masked, _ReadsMean])
+def test_values_that_differ_between_members_at_a_later_call_only(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    members = [make() for _ in range(4)]
+    stacked, one = StackedEnsemble(members), Ensemble(members)
+    for x in (torch.zeros(5, 4), torch.randn(5, 4), torch.randn(6, 4)):
+        torch.testing.assert_close(stacked(x), one(x))
+    assert "data" in stacked.explain().reason

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.nn.test_stacked import assert_same_gradients, assert_same_state
 from torchace.functional import amended_cross_entropy
 from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble, adapt
+from torchace.nn import stacked as stacked_module
 
 K, N, CLASSES = 3, 8, 4
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64; batched products add in another order
@@ -151,3 +155,63 @@ def test_the_first_call_keeps_no_autograd_graph() -> None:
 
     accumulator().metadata["seen"] = True  # lost with the node, unless a graph keeps it
     assert "seen" not in accumulator().metadata
+
+
+def _call_in_threads(function: Callable[[], Any], count: int) -> list[Any]:
+    """Return the results, or errors, of calls in three threads that interrupt one another often."""
+    results: list[Any] = []
+
+    def call() -> None:
+        for _ in range(count):
+            try:
+                results.append(function())
+            except Exception as error:
+                results.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    return results
+
+
+@pytest.mark.parametrize("name", ["in parts", "adapted"])
+def test_threads_that_call_one_ensemble(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(stacked_module, "CACHED", 100)  # one member at a time
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES))
+    stacked = StackedEnsemble([copy.deepcopy(network) for _ in range(K)]) if name == "in parts" else adapt(network, K)
+    x = torch.randn(N, 1, 6, 6)
+    expected, before = copy.deepcopy(stacked)(x), dict(stacked.named_parameters())
+    for logits in _call_in_threads(lambda: stacked(x), 50):
+        torch.testing.assert_close(logits, expected)
+    assert all(parameter is before[name] for name, parameter in stacked.named_parameters())
+
+
+def test_threads_that_train_ensembles_with_checkpointing() -> None:
+    class Member(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.reentrant = nn.Linear(6, CLASSES), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+    def train() -> bool:
+        stacked = StackedEnsemble([Member(), Member()])
+        x = torch.randn(N, 6)
+        logits = stacked(x)
+        logits.square().sum().backward()
+        gradient = stacked.stacked.body.weight.grad
+        return torch.allclose(gradient, 2 * logits.detach().mT @ x, atol=1e-5)  # float32
+
+    assert _call_in_threads(train, 20) == [True] * 60
+    plain = Member()
+    plain.reentrant = True  # refused in ensembles alone
+    plain(torch.randn(N, 6, requires_grad=True)).sum().backward()

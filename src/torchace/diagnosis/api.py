@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from torchace import _checks
-from torchace._files import error_reason
+from torchace._files import error_reason, read_npz
 from torchace.diagnosis.diagnosis import Diagnosis
 from torchace.diagnosis.findings import derive_findings
 from torchace.diagnosis.measures import Measures
@@ -118,15 +118,13 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
 def _read_npz(file: Path) -> dict[str, Any]:
     """Return the known arrays as tensors, and the class names as a list."""
     arrays: dict[str, Any] = {}
-    with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
-        for name in set(ARRAYS) & set(archive):
-            array = archive[name]
-            if name == "class_names":
-                arrays[name] = array.tolist()
-                continue
-            # copied to native byte order and to types that torch has
-            dtype = {"f": np.float64, "i": np.int64, "u": np.int64}.get(array.dtype.kind, array.dtype)
-            arrays[name] = torch.from_numpy(np.array(array, dtype=dtype, order="C"))
+    for name, array in read_npz(file, ARRAYS).items():
+        if name == "class_names":
+            arrays[name] = array.tolist()
+            continue
+        # copied to native byte order and to types that torch has
+        dtype = {"f": np.float64, "i": np.int64, "u": np.int64}.get(array.dtype.kind, array.dtype)
+        arrays[name] = torch.from_numpy(np.array(array, dtype=dtype, order="C"))
     return arrays
 
 

@@ -96,6 +96,7 @@ def resolve_options(
         mixture = flatten_samples(mixture.detach().to(like), 1)
     if weight is not None:
         _checks.check_shape(weight, "weight", (logits.shape[2],), "one for each class")
+        _checks.check_finite_weights(weight, "weight")
         weight = weight.detach().to(like)
     scale: float | Tensor = 1.0
     if sample_weight is not None:

@@ -65,6 +65,7 @@ def binary_amended_cross_entropy(
     p = target.to(z)
     if pos_weight is not None:
         _checks.check_broadcasts(pos_weight, "pos_weight", p)
+        _checks.check_finite_weights(pos_weight, "pos_weight")
         pos_weight = pos_weight.detach().to(z)
     alpha = along_members(alpha, z)
     vp = p if pos_weight is None else pos_weight * p

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace import _checks
 from torchace.functional import average_gradients, ensemble_log_probs, ensemble_probs
@@ -133,22 +134,31 @@ def take_logits(output: Any, source: str) -> Tensor:
     return logits
 
 
-def check_own_batches(x: Tensor, num_members: int) -> None:
-    """Check an input `(K, N, ...)` with one batch for each member."""
-    if x.ndim < 2 or x.shape[0] != num_members:
-        raise ValueError(
-            f"Expected an input of shape ({num_members}, N, ...) with one batch per member for batches='separate', "
-            f"but got {tuple(x.shape)}."
-        )
+def tensor_leaves(inputs: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors among the inputs, nested or not."""
+    leaves = inputs if all(isinstance(x, Tensor) for x in inputs) else tree_leaves(list(inputs))  # the first is fast
+    return [x for x in leaves if isinstance(x, Tensor)]
 
 
-def separate_features(trunk: nn.Module, x: Tensor, num_members: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the trunk's features `(K, N, ...)` of one batch for each member, `(K, N, ...)`, in one pass."""
-    features = average_shared_gradients(trunk(x.flatten(0, 1), *args, **kwargs), num_members)
+def check_own_batches(inputs: Sequence[Any], num_members: int) -> None:
+    """Check inputs `(K, N, ...)` with one batch for each member."""
+    for x in tensor_leaves(inputs):
+        if x.ndim < 2 or x.shape[0] != num_members:
+            raise ValueError(
+                f"Expected an input of shape ({num_members}, N, ...) with one batch per member for "
+                f"batches='separate', but got {tuple(x.shape)}."
+            )
+
+
+def separate_features(trunk: nn.Module, args: Sequence[Any], num_members: int, **kwargs: Any) -> Tensor:
+    """Return the trunk's features `(K, N, ...)` of inputs `(K, N, ...)`, one batch for each member, in one pass."""
+    check_own_batches(args, num_members)
+    inputs = tree_map(lambda x: x.flatten(0, 1) if isinstance(x, Tensor) else x, tuple(args))
+    features = average_shared_gradients(trunk(*inputs, **kwargs), num_members)
     if not isinstance(features, Tensor):
         got = type(features).__name__
         raise TypeError(f"Expected the trunk to return one tensor with batches='separate', but got {got}.")
-    return features.unflatten(0, x.shape[:2])
+    return features.unflatten(0, (num_members, len(features) // num_members))
 
 
 class EnsembleModule(nn.Module):

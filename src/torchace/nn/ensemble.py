@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from torchace import _checks
 from torchace.nn.base import (
@@ -127,11 +128,12 @@ class Ensemble(EnsembleModule):
             args, kwargs = (average_shared_gradients(self.trunk(*args, **kwargs), self.num_members),), {}
         return call_members(dict(enumerate(self.members)), args, kwargs)
 
-    def _forward_separate(self, x: Tensor, **kwargs: Any) -> Tensor:
-        check_own_batches(x, self.num_members)
+    def _forward_separate(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.trunk is not None:
-            x, kwargs = separate_features(self.trunk, x, self.num_members, **kwargs), {}
-        return stack_outputs([member(own, **kwargs) for member, own in zip(self.members, x, strict=True)])
+            args, kwargs = (separate_features(self.trunk, args, self.num_members, **kwargs),), {}
+        check_own_batches(args, self.num_members)
+        own = [tree_map(lambda x, k=k: x[k] if isinstance(x, Tensor) else x, args) for k in range(self.num_members)]
+        return stack_outputs([member(*inputs, **kwargs) for member, inputs in zip(self.members, own, strict=True)])
 
     def __len__(self) -> int:
         return len(self.members)

@@ -50,7 +50,7 @@ class MemberHeads(nn.Module):
             )
         _checks.check_choice(batches, "batches", BATCHES)
         if batches == "separate":
-            check_own_batches(x, self.num_members)
+            check_own_batches([x], self.num_members)
         return self._compute(x, separate=batches == "separate")
 
     def flat(self, x: Tensor) -> Tensor:
@@ -258,7 +258,4 @@ class SMOC(EnsembleModule):
         _checks.check_choice(batches, "batches", BATCHES)
         if batches == "shared":
             return self.head(average_shared_gradients(self.trunk(*args, **kwargs), self.num_members))
-        x, *others = args
-        check_own_batches(x, self.num_members)
-        features = separate_features(self.trunk, x, self.num_members, *others, **kwargs)
-        return self.head(features, batches="separate")
+        return self.head(separate_features(self.trunk, args, self.num_members, **kwargs), batches="separate")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from torchace import _checks
 from torchace.nn.architecture import check_layers, check_one_architecture, not_stackable
@@ -20,6 +22,7 @@ from torchace.nn.base import (
     check_own_batches,
     check_shared_parameters,
     take_logits,
+    tensor_leaves,
     tensor_versions,
 )
 from torchace.nn.optimizers import watch_optimizers
@@ -44,6 +47,8 @@ from torchace.nn.stacking import (
 )
 
 CACHED = 1 << 21  # elements of the largest feature maps that are computed together on a CPU
+# held while the tensors of a stacked module are replaced by others: threads may call one ensemble at the same time
+_replacing = threading.RLock()
 
 
 class StackedEnsemble(EnsembleModule):
@@ -146,10 +151,10 @@ class StackedEnsemble(EnsembleModule):
             **kwargs: Inputs of a member by name; shared by all members.
         """
         _checks.check_choice(batches, "batches", (*BATCHES, "grouped"))
-        for x in args:
-            if batches == "separate":
-                check_own_batches(x, self.num_members)
-            if batches == "grouped" and (x.ndim < 2 or not len(x) or self.num_members % len(x)):
+        if batches == "separate":
+            check_own_batches(args, self.num_members)
+        for x in tensor_leaves(args) if batches == "grouped" else ():
+            if x.ndim < 2 or not len(x) or self.num_members % len(x):
                 raise ValueError(
                     f"Expected an input (G, N, ...) where G divides {self.num_members} for batches='grouped', "
                     f"but got {tuple(x.shape)}."
@@ -177,14 +182,18 @@ class StackedEnsemble(EnsembleModule):
                 return run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own)
             key = None if rng is None else rng.tensors
             return run_stacked_in_graph(self._token, modes, own, list(args), kwargs, named_tensors(self.stacked), key)
-        decision = self._decision(modes, args, kwargs, own=own)
+        with _replacing:
+            decision = self._decision(modes, args, kwargs, own=own)
         shared = [] if own else [*args, *kwargs.values()]
         before = tensor_versions(shared)
-        if decision is None or decision.call_by_call:
-            size = self._members_at_once(decision, args, own=own)
-            output = self._run_stacked(layers, args, kwargs, size, own=own, rng=rng)
-        else:
-            output = run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own, rng=rng)
+        is_followed = decision is None or decision.call_by_call
+        size = self._members_at_once(decision, args, own=own) if is_followed else 0
+        replaces = size < self.num_members or (self.shares_weights and torch.is_grad_enabled())
+        with _replacing if replaces else nullcontext():
+            if is_followed:
+                output = self._run_stacked(layers, args, kwargs, size, own=own, rng=rng)
+            else:
+                output = run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own, rng=rng)
         if tensor_versions(shared) != before:
             raise ValueError(
                 "Expected members that leave their shared input unchanged, but they changed their input in place. Use "
@@ -213,7 +222,7 @@ class StackedEnsemble(EnsembleModule):
         """Return the number of members to compute together: on a CPU, as many as fit in its cache."""
         if decision is None or not decision.largest or self.shares_weights:
             return self.num_members
-        if any(x.device.type != "cpu" or (own and len(x) != self.num_members) for x in _tensors(args)):
+        if any(x.device.type != "cpu" or (own and len(x) != self.num_members) for x in tensor_leaves(args)):
             return self.num_members
         return max(1, CACHED // decision.largest)
 
@@ -230,10 +239,10 @@ class StackedEnsemble(EnsembleModule):
         self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
     ) -> Decision | None:
         """Return the decision for these modes, made at the first call; None where it cannot be made."""
-        sizes = tuple(len(x) for x in _tensors(args)) if own else None  # fewer than K: members share inputs
+        sizes = tuple(len(x) for x in tensor_leaves(args)) if own else None  # fewer than K: members share inputs
         key = (sizes, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
-            if not _checks.can_compare() or any(isinstance(x, FakeTensor) or x.is_meta for x in _tensors(args)):
+            if not _checks.can_compare() or any(isinstance(x, FakeTensor) or x.is_meta for x in tensor_leaves(args)):
                 return None if self._call_by_call else Decision(False)
             self._decisions[key] = decide(self.stacked, self.num_members, self._token, args, kwargs, own=own)
             self._call_by_call = self._decisions[key].call_by_call
@@ -325,8 +334,3 @@ def _from_stacked(stacked: nn.Module, num_members: int, link: str, training: boo
     EnsembleModule.__init__(ensemble, num_members, link)
     ensemble._set_stacked(stacked, training)
     return ensemble
-
-
-def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    leaves = args if all(isinstance(x, Tensor) for x in args) else tree_leaves(list(args))  # the first is fast
-    return [x for x in leaves if isinstance(x, Tensor)]

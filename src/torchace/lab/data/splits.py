@@ -205,7 +205,7 @@ def train_val_test_split(
         train, test = _take(torch.arange(len(targets)), targets, shares[2], "test", seed)
         validation = train[:0]
     else:
-        train, validation, test = _parts_from_column(column, targets, needs_test=shares[2] > 0)
+        train, validation, test = _parts_from_column(column, needs_test=shares[2] > 0)
     if not len(validation):
         train, validation = _take(train, targets, shares[1] / (shares[0] + shares[1]), "validation", seed)
     parts = SplitIndices(train, validation, test)
@@ -239,7 +239,7 @@ def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> 
     return rows[order[count:].sort().values], rows[order[:count].sort().values]
 
 
-def _parts_from_column(column: Series, targets: Tensor, *, needs_test: bool) -> SplitIndices:
+def _parts_from_column(column: Series, *, needs_test: bool) -> SplitIndices:
     """Rows of each part according to a column of the file."""
     name, cells = quote(column.name), texts(column).to_pylist()
     codes = np.asarray([-1 if cell is None else _PART_CODES.get(cell.lower(), -1) for cell in cells])

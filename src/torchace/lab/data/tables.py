@@ -6,18 +6,16 @@ import csv
 import gzip
 import os
 import re
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from torchace._checks import check_count
-from torchace._files import error_reason
+from torchace._files import error_reason, read_npz
 from torchace.lab.data.errors import DataError, arrow, first_duplicate, pandas, quote, suggestion
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 SAMPLE_ROWS = 20  # that decide about the delimiter of a CSV file
 DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "vertical bar"}
 ENCODINGS = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252"}
-FILE_ERRORS = (OSError, EOFError, ValueError, csv.Error, zlib.error, zipfile.BadZipFile)  # ValueError: Unicode, Arrow
+FILE_ERRORS = (OSError, EOFError, ValueError, csv.Error, zlib.error)  # ValueError: Unicode, Arrow
 
 
 def read_table(path: str | os.PathLike[str]) -> DataFrame:
@@ -256,11 +254,10 @@ def npz_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Read all arrays of an NPZ file; Python objects are never unpickled."""
     try:
-        with open(path, "rb") as file, NpzFile(file, allow_pickle=False) as arrays:
-            return dict(arrays)
+        return read_npz(path)
     except FileNotFoundError:
         raise DataError(f"There is no file {path}; check the path.") from None
-    except FILE_ERRORS as error:
+    except (OSError, ValueError) as error:
         raise DataError(
             f"{path} is not a readable NPZ file ({error_reason(error)}); write numbers or texts with numpy.savez(file, "
             "x=x, y=y)."

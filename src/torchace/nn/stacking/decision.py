@@ -103,9 +103,9 @@ def _compare(
     mode = StackingMode(len(chosen), token, ConstantRNG(), record)
     together = cast(take_members(stacked, chosen))
     try:
-        with track_layers(together, mode):
-            inputs = select_inputs(lambda size: sorted({k * size // num_members for k in chosen}))
-            output = run_stacked(together, mode, inputs, kwargs, own=own)
+        track_layers(together, mode)
+        inputs = select_inputs(lambda size: sorted({k * size // num_members for k in chosen}))
+        output = run_stacked(together, mode, inputs, kwargs, own=own)
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
         return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__)

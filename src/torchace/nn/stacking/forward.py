@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,7 +15,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
@@ -98,22 +98,21 @@ def _unmark(mode: StackingMode, output: Any) -> Any:
     return data
 
 
-@contextmanager
-def track_layers(module: nn.Module, mode: StackingMode) -> Iterator[None]:
-    """Keep `mode.layer`, the name of the running layer, up to date."""
-    names = {inner: name for name, inner in module.named_modules()}
+def track_layers(module: nn.Module, mode: StackingMode) -> None:
+    """Keep `mode.layer`, the name of the running layer, up to date; the hooks remain in the module."""
     running = [""]
 
-    def enter(inner: nn.Module, _: Any) -> None:
-        running.append(names.get(inner, running[-1]))
-        mode.layer = running[-1]
+    def enter(name: str, *_: Any) -> None:
+        running.append(name)
+        mode.layer = name
 
     def leave(*_: Any) -> None:
         running.pop()
         mode.layer = running[-1]
 
-    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave):
-        yield
+    for name, layer in module.named_modules():
+        layer.register_forward_pre_hook(partial(enter, name), prepend=True)
+        layer.register_forward_hook(leave, prepend=True)
 
 
 # Followed forwards as one node of a `torch.compile` graph
@@ -127,6 +126,7 @@ def register_ensemble(ensemble: nn.Module) -> int:
     token = next(_tokens)
     if token == 0:  # not at import: it imports the compiler
         torch.compiler.allow_in_graph(run_stacked_in_graph)
+        _follow_checkpoints()
     _ensembles[token] = ensemble
     return token
 
@@ -187,6 +187,23 @@ def run_one_by_one(
 
 # Activation checkpointing inside the network
 
+_local = threading.local()  # `start`: what `checkpoint` calls in this thread, within the forward of an ensemble
+_start = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+_apply: Any = CheckpointFunction.apply
+
+
+def _follow_checkpoints() -> None:
+    """Let `checkpoint` call `_local.start`. For good: replaced for each call, threads would restore one another's."""
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        return (getattr(_local, "start", None) or _start)(*args, **kwargs)
+
+    def apply(*args: Any) -> Any:
+        return (_raise_checkpoint_error if getattr(_local, "start", None) else _apply)(*args)
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = start
+    CheckpointFunction.apply = apply  # type: ignore[method-assign]
+
 
 @contextmanager
 def handle_checkpointing(mode: TorchFunctionMode | None, module: nn.Module | None = None) -> Iterator[None]:
@@ -194,8 +211,7 @@ def handle_checkpointing(mode: TorchFunctionMode | None, module: nn.Module | Non
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
-    apply = CheckpointFunction.apply
-    start = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    before = getattr(_local, "start", None)
     tensors: dict[str, Tensor] = {}
 
     def start_in_mode(function: Any, preserve: bool, context_fn: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -218,16 +234,13 @@ def handle_checkpointing(mode: TorchFunctionMode | None, module: nn.Module | Non
                     setattr(value, MARK, mark)
             return function(*args, **kwargs)
 
-        return start(compute, preserve, contexts, *rest, **kwargs)
+        return (before or _start)(compute, preserve, contexts, *rest, **kwargs)
 
-    replacement = _raise_checkpoint_error if mode is None else start_in_mode
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = replacement  # type: ignore[assignment]
-    CheckpointFunction.apply = _raise_checkpoint_error  # type: ignore[method-assign]
+    _local.start = _raise_checkpoint_error if mode is None else start_in_mode
     try:
         yield
     finally:
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = start
-        CheckpointFunction.apply = apply  # type: ignore[method-assign]
+        _local.start = before
 
 
 @contextmanager

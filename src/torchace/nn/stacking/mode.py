@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 FIRST = "first"  # (K, ...), or (G, ...) where G divides K and the first K/G members share the first entry, and so on
@@ -160,6 +161,17 @@ class StackingError(Exception):
     """The forward contains a call that cannot be computed for all members at once."""
 
 
+class DataDependence(TorchDispatchMode):
+    """Notice operations whose result has a shape, or is a Python number, that depends on the values of tensors."""
+
+    tags = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any |= not self.tags.isdisjoint(func.tags)
+        return func(*args, **(kwargs or {}))
+
+
 class Node(NamedTuple):
     """One call of a member's forward and how it is computed for all members."""
 
@@ -275,10 +287,14 @@ class StackingMode(TorchFunctionMode):
             except Exception:
                 pass
         self.note(func, "loop")
-        members = [tree_flatten(compute_member(*parts)) for parts in zip(*data, strict=True)]
+        found = DataDependence()  # type: ignore[no-untyped-call]
+        with found if self.record is not None else nullcontext():  # the comparison decides for all later calls
+            members = [tree_flatten(compute_member(*parts)) for parts in zip(*data, strict=True)]
         combined = []
         for values in zip(*(flat for flat, _ in members), strict=True):
             if isinstance(values[0], Tensor):
+                if found.any:  # equal shapes now may differ at the next call
+                    raise StackingError(f"the shape that {function_name(func)!r} returns depends on a member's data")
                 combined.append(Stacked(torch.stack(values)))
             elif all(value == values[0] for value in values):
                 combined.append(values[0])

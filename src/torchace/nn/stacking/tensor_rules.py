@@ -327,8 +327,9 @@ query(Tensor.numel, torch.numel)(lambda stacking, func, x: x.shape(stacking.num_
     *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, Tensor.__contains__, torch.is_nonzero),
 )
 def _python_value(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Allow to read a buffer that is equal in all members, such as BatchNorm's count; refuse computed values."""
-    if id(x.data if isinstance(x, Stacked) else x) not in stacking.buffers:
+    """Allow to read a count that is equal in all members, a buffer as in BatchNorm; refuse all other values."""
+    data = x.data if isinstance(x, Stacked) else x
+    if id(data) not in stacking.buffers or data.is_floating_point():
         raise StackingError("its control flow is data-dependent, and members' data differ")
     return NotImplemented
 
