@@ -149,7 +149,7 @@ def speed_section(results: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    finding = "Members that share all weights and differ by small adapters (`ace.adapt`) remain diverse during training."
+    finding = "Members that share all weights and differ by small adapters (`ace.adapt`) remain diverse in training."
     if results := read("bench_adapters_gpu"):
         faster = next(row for row in results["rows"] if row["contender"] == "one pass")["times_faster_than_peft"]
         finding += f" Eight members in one pass train {faster['median']:.1f} times faster than with peft one by one."

@@ -323,9 +323,7 @@ def test_overfitting_ends_the_search_before_it_begins(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("gain", [0.02, 0.2])
-def test_a_gain_within_the_noise_of_the_validation_samples_ends_the_search(
-    monkeypatch: pytest.MonkeyPatch, gain: float
-) -> None:
+def test_a_gain_below_its_standard_error_ends_the_search(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
     stages = []
 
     def losses(self: Any, stage: SearchStage, split: Split, plain: Any = ()) -> Any:
@@ -341,7 +339,7 @@ def test_a_gain_within_the_noise_of_the_validation_samples_ends_the_search(
     result = run_search(rounds=1, num_fresh=5, num_seeds=1, end_early=True)
     assert result.best == 0.5
     assert (result.diversity, stages.count("gain")) == ((0.0, 0) if gain < 0.1 else (0.5, 1))
-    assert (result.gain is None) == ("within their noise, so λ=0 is kept" in result.sentence) == (gain < 0.1)
+    assert (result.gain is None) == ("below its standard error, so λ=0 is kept" in result.sentence) == (gain < 0.1)
     whole = run_search(rounds=1, num_fresh=5, num_seeds=1)
     assert whole.gain is not None
     assert TunedDiversity.from_dict(result.to_dict()) == result
