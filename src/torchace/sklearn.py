@@ -167,7 +167,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         codes = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
         unknown = self.classes_[codes] != y
         if unknown.any():
-            raise ValueError(f"Expected labels out of {self.classes_}, but got {y[unknown][0]!r}.")
+            raise ValueError(f"Expected labels in {self.classes_}, but got {y[unknown][0]!r}.")
         return codes.astype(np.int64)
 
 

@@ -400,7 +400,7 @@ OTHERS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: ace.ensemble_log_probs(LOGITS, link="identity"),
         ValueError,
-        r"Predictions with link='identity' have no log-probabilities; ensemble_probs averages them\.",
+        r"Predictions with link='identity' have no log-probabilities\. Use ensemble_probs\.",
     ),
     (
         lambda: ace.ensemble_probs(LOGITS, member_weights=[0.5, 0.6]),

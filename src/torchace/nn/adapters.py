@@ -338,11 +338,13 @@ def load_adapters(model: nn.Module, folders: Sequence[StrPath], *, link: str = "
     first, shapes = files[0], [{(name, t.shape) for name, t in file.tensors.items()} for file in files]
     for file, own_shapes in zip(files, shapes, strict=True):
         if (file.rank, file.alpha) != (first.rank, first.alpha):
-            raise ModelFileError(f"{file.folder} has another rank or alpha than {first.folder}; train them alike.")
+            raise ModelFileError(
+                f"{file.folder} has another rank or alpha than {first.folder}; use the same for all adapters."
+            )
         if differ := own_shapes ^ shapes[0]:
             name, _ = min(differ)
             raise ModelFileError(
-                f"{name!r} is not in both {first.folder} and {file.folder} with one shape; train them alike."
+                f"{name!r} is not in both {first.folder} and {file.folder} with the same shape; adapt the same layers."
             )
     values = {name: torch.stack([file.tensors[name] for file in files]) for name in first.tensors}
     layers = sorted(name.removesuffix(FACTORS["A"]) for name in values if name.endswith(FACTORS["A"]))

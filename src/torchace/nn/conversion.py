@@ -167,7 +167,7 @@ class StackedClassifiers(EnsembleModule):
                 raise ValueError(
                     f"Expected a model that treats each class separately after its layer {self.head!r}, but a change "
                     "of one member's logits changed those of another: the model acts over all classes there (softmax, "
-                    "normalize, a mean, ...), which are all members' classes now. Let it return the output of "
+                    "normalize, a mean, ...), which mixes the classes of all members. Let it return the output of "
                     f"{self.head!r} and do the rest with the ensemble's logits (K, N, C), or use branch(model, "
                     f"{self.num_members}, at={self.head!r}), which copies all layers from there on."
                 )
@@ -291,7 +291,7 @@ def check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
     if is_parametrized(linear) or linear._forward_pre_hooks or linear._forward_hooks or not _is_plain(linear):
         raise ValueError(
             f"Expected the classifier {name!r} to compute what an nn.Linear does, but it has a parametrization, hooks "
-            "or another forward, which new heads would not have. Replace it by an nn.Linear, or use branch."
+            "or another forward, which new heads would not have. Replace it with an nn.Linear, or use branch."
         )
     names = [path for path, module in modules.items() if module is linear]
     own = {f"{path}.weight".removeprefix(".") for path in names}

@@ -122,7 +122,8 @@ def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
         plain = rebuild(manifest["kind"], manifest["architecture"], manifest["num_members"], manifest["link"])
         plain.load_state_dict(tensors, assign=True)
     except Exception as error:  # a manifest may describe anything
-        raise ModelFileError(f"{path} describes no ensemble that fits its weights; {files.REPAIR}.") from error
+        problem = f"The description of the ensemble in {path} does not fit its weights"
+        raise ModelFileError(f"{problem}; {files.REPAIR}.") from error
     is_stacked = manifest["kind"] == "stacked"
     ensemble = StackedEnsemble(plain.members, link=plain.link) if is_stacked else plain  # type: ignore[arg-type]
     ensemble.set_member_weights(manifest["member_weights"])

@@ -426,7 +426,7 @@ def test_an_invalid_file_is_reported_in_one_sentence(name: str, invoke: Invoke, 
     ("arguments", "words"),
     [
         (["run", "digit"], "but got 'digit'. Did you mean 'digits'?"),
-        (["run", "imagenet"], "Expected an experiment out of branched, demo, digits,"),
+        (["run", "imagenet"], "Expected one of the experiments branched, demo, digits,"),
         (["run", ""], "Cannot read the experiment"),
         (["run", "missing.toml"], "Cannot read the experiment missing.toml: No such file or directory"),
         (["run", "x" * 300], "File name too long"),

@@ -187,8 +187,8 @@ def test_a_killed_rank_ends_the_job_and_the_next_job_resumes(
 
 def lost_contact(rank: int) -> str:
     return (
-        f"Error: Rank {rank} lost contact with the others: one of them ended or does not answer. "
-        "What was saved is kept; repeat the command to resume.\n"
+        f"Error: Rank {rank} lost contact with the others: one of them ended or does not respond. "
+        "Checkpoints and finished runs are kept; repeat the command to resume.\n"
     )
 
 

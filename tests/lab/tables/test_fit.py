@@ -382,7 +382,7 @@ def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path:
     with unfinished.lock():
         pass
     before = everything_in(tmp_path)
-    with pytest.raises(RunStoreError, match=rf"unfinished\.work holds another fit, unfinished \({name} was"):
+    with pytest.raises(RunStoreError, match=rf"unfinished\.work holds another unfinished fit \({name} was"):
         done(job(data, "pet", tmp_path / "unfinished", **other))
     assert everything_in(tmp_path) == before
 

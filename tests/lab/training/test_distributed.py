@@ -484,8 +484,8 @@ def wait_for_silent_rank(group: str) -> str:
 def test_a_rank_that_does_not_answer_is_given_up(group: str) -> None:
     first, _ = team().run(2, wait_for_silent_rank, group)
     assert first == (
-        "Rank 0 lost contact with the others: one of them ended or does not answer. "
-        "What was saved is kept; repeat the command to resume."
+        "Rank 0 lost contact with the others: one of them ended or does not respond. "
+        "Checkpoints and finished runs are kept; repeat the command to resume."
     )
 
 
@@ -563,8 +563,8 @@ def test_wrong_use() -> None:
     first, second = team().run(2, check_refusal)
     assert first == second
     assert first == [
-        "Expected at most one rank for each of 1 members, but got 2 ranks. Use --parallel 1xD, the batch over D ranks, "
-        "or fewer ranks.",
+        "Expected at most one rank for each of 1 members, but got 2 ranks. Use fewer ranks, or --parallel 1xD to split "
+        "the batch over D ranks.",
         *[
             "Expected members without shared weights for --parallel members, but they share some. Use --parallel data, "
             "which splits the batch."

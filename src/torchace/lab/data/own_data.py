@@ -75,7 +75,7 @@ def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], optio
     train, num_targets, notes = splits["training"], 1, list[str]()
     for part, split in splits.items():
         if not len(split):
-            raise DataError(f"The {part} data has no samples; give some.")
+            raise DataError(f"The {part} data has no samples; give at least one.")
     expected = _describe(train.x)
     for part, split in splits.items():
         if (found := _describe(split.x)) != expected:
@@ -246,7 +246,7 @@ def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
         *x, y = dataset.tensors
         return _array_split(x[0] if len(x) == 1 else tuple(x), y, part, options)
     if not len(dataset):
-        raise DataError(f"The {part} data has no samples; give some.")
+        raise DataError(f"The {part} data has no samples; give at least one.")
     items = Items(dataset, part, options.target if isinstance(options.target, str) else None)
     streams = is_random(items) or options.stream is True
     if not streams and options.stream == "auto":
