@@ -22,11 +22,11 @@ from torchace.nn.heads import MemberHeads, make_head
 def stack_classifiers(
     model: nn.Module, num_members: int, *, head: str | None = None, rank: int | None = None, link: str = "softmax"
 ) -> StackedClassifiers:
-    """Replace a model's last linear layer by K new ones; the rest, trained or not, becomes their shared trunk.
+    """Replace a model's last linear layer with K new ones; the rest, trained or not, becomes their shared trunk.
 
     The trunk is computed once, forward and backward, and receives the mean of the heads' gradients (the paper's
     Algorithm 2). The model is copied, not changed. The new heads have the old head's device and type, and a bias if it
-    had one. Such heads converge to each other for every λ < 1 (see `SMOC`); members of `branch` have more own layers.
+    had one. Such heads converge to each other for every λ < 1 (see `SMOC`); members of `branch` differ in more layers.
 
     The default `head` is the model's `get_classifier()` (timm), else the last linear layer with `config.num_labels`
     outputs (transformers), else the linear layer registered last. If it does not compute the logits, the first forward
@@ -91,7 +91,7 @@ class StackedClassifiers(EnsembleModule):
 
     Attributes:
         class_axis: The axis of the classes in host logits of more than two axes, 1 or -1. The first unambiguous forward
-            sets it; set it yourself where both axes fit.
+            sets it; set it yourself if both axes fit.
     """
 
     def __init__(self, host: nn.Module, head: str, num_members: int, num_classes: int, link: str = "softmax") -> None:

@@ -93,7 +93,7 @@ def save_model(
 def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
     """Load an ensemble that `save_model` saved, bit for bit, on the CPU and in evaluation mode.
 
-    Altered files are refused, and no code in them is run. The manifest (λ, class names, extra, ...) becomes the
+    Altered files raise an error, and code in files is never run. The manifest (λ, class names, extra, ...) becomes the
     ensemble's attribute `manifest`, a dictionary.
 
     Args:

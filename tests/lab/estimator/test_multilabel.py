@@ -85,7 +85,7 @@ def test_sparse_targets_single_columns_and_refits() -> None:
     fitted = ACEClassifier(**TINY).fit(X, y)
     sparse = ACEClassifier(**TINY).fit(X, csr_matrix(y))
     assert np.array_equal(fitted.predict_proba(X), sparse.predict_proba(X))
-    assert fitted.fit(X, y[:, 0]).predict(X).shape == (60,)  # one label a sample again
+    assert fitted.fit(X, y[:, 0]).predict(X).shape == (60,)  # one label per sample again
     assert fitted.fit(X, y).predict(X).shape == (60, 3)
 
 

@@ -224,7 +224,9 @@ def _table_splits(frames: dict[str, Any], options: DataOptions) -> tuple[dict[st
     if not targets:
         raise DataError("A table needs `target`, the name of the column to predict.")
     schema = infer_schema(train, targets, "classification" if options.task == "classification" else "regression")
-    encoding = learn_encoding(schema, train, method="standard")  # one input a column: own networks know their width
+    encoding = learn_encoding(
+        schema, train, method="standard"
+    )  # one input per column, so that networks know their width
     encoder = encoding.encoder()
     splits: dict[str, AnySplit] = {}
     for part, frame in frames.items():

@@ -112,7 +112,7 @@ def sweep_headline(results: Results) -> Headline | None:
 
 
 def gain_table(results: Results) -> ReportTable:
-    """Losses at λ=0, the chosen λ and its gain, one row an arm."""
+    """Losses at λ=0, the chosen λ and its gain, one row per arm."""
     gains, metric, rows = arm_gains(results), results.metrics[results.task.loss], list[Row]()
     for gain in gains:
         losses = (gain.validation_loss, gain.test_loss)
