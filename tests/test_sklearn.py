@@ -280,7 +280,7 @@ def test_no_probability_is_above_one() -> None:
     assert float(raw.max()) <= 1
 
 
-def test_a_regressor_answers_in_the_targets_units() -> None:
+def test_a_regressor_predicts_in_the_targets_units() -> None:
     y = 1e6 + 1e3 * SUGAR_Y
     model = small(NCLRegressor, epochs=60).fit(SUGAR_X, y)
     reference = small(NCLRegressor, epochs=60).fit(SUGAR_X, SUGAR_Y)

@@ -108,7 +108,7 @@ class Recorded:
             self.logits.append(output)
 
 
-def line_two(z: list[list[float]], label: int, diversity: float) -> list[list[float]]:
+def expected_gradient(z: list[list[float]], label: int, diversity: float) -> list[list[float]]:
     """One sample of K members: (1-λ)(q^k - p) + λ(q̄ - p), in plain Python."""
     q = [[math.exp(v - max(row)) for v in row] for row in z]
     q = [[v / math.fsum(row) for v in row] for row in q]
@@ -135,7 +135,7 @@ def test_first_gradients_are_line_two(make, data, accumulated, tmp_path):
     assert len(recorded.logits) == accumulated
     for logits, batch in zip(recorded.logits, batches, strict=True):
         for n, label in enumerate(batch["labels"].tolist()):
-            expected = torch.tensor(line_two(logits[:, n].tolist(), label, 0.7), dtype=torch.float64) / 16
+            expected = torch.tensor(expected_gradient(logits[:, n].tolist(), label, 0.7), dtype=torch.float64) / 16
             torch.testing.assert_close(logits.grad[:, n], expected, rtol=0, atol=1e-13)  # float64, a few operations
 
 

@@ -274,7 +274,7 @@ def test_no_gradient_is_kept():
     assert not any(score.requires_grad for score in metrics.compute().values())
 
 
-def test_sure_members_stay_finite():
+def test_confident_members_stay_finite():
     logits = torch.tensor([[[1e4, -1e4]], [[-1e4, 1e4]]])
     metrics = EnsembleMetrics(2, 2)
     metrics.update(logits, torch.tensor([0]))

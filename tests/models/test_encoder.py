@@ -217,7 +217,7 @@ def test_as_the_trunk_of_smoc(tmp_path):
     assert torch.equal(load_model(tmp_path / "model").predict_proba(RAW), made.predict_proba(RAW))
 
 
-def test_training_leaves_it_alone():
+def test_training_does_not_change_the_encoder():
     made = ensemble()
     before = state(made.trunk)
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.1, weight_decay=0.1)

@@ -271,7 +271,7 @@ def test_a_mismatch_names_the_file_and_the_weight(change, said, prefix, suffix, 
     assert "\n" not in message
 
 
-class Bomb:
+class CodeInPickle:
     def __reduce__(self):
         return (os.mkdir, ("bomb",))
 
@@ -279,8 +279,8 @@ class Bomb:
 def test_files_that_would_run_code_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(train_model(), "module.pt")
-    torch.save({"state_dict": train_model().state_dict(), "callback": Bomb()}, "bomb.ckpt")
-    Path("pickle.pt").write_bytes(pickle.dumps({"weight": Bomb()}))
+    torch.save({"state_dict": train_model().state_dict(), "callback": CodeInPickle()}, "bomb.ckpt")
+    Path("pickle.pt").write_bytes(pickle.dumps({"weight": CodeInPickle()}))
     with pytest.raises(ModelFileError, match=r"pickle\.pt is not a valid file of torch\.save"):
         Ensemble.from_checkpoints(net, ["pickle.pt"])
     for name in ("module.pt", "bomb.ckpt"):

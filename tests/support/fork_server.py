@@ -136,7 +136,7 @@ def _child(
     """Does a command and ends.
 
     Args:
-        arguments: What is typed after `torchace`.
+        arguments: Arguments of `torchace`.
         folder: Where; what is printed is written to `stdout` and `stderr` in it.
         every: Seconds between checkpoints.
         page: Whether a page is written instead of a report.

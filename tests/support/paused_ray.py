@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 
-def held_sender(must_wait: Callable[[str], bool]) -> type:
+def make_paused_sender(must_wait: Callable[[str], bool]) -> type:
     """A `Sender` whose run groups wait after a checkpoint while they must; `must_wait` gets the group's name."""
     from torchace.lab.sweeps.ray import Sender
 
@@ -32,7 +32,7 @@ def main() -> None:
     from torchace.lab.sweeps import ray as on_ray
 
     go = Path(sys.argv.pop(1))
-    on_ray.Sender = held_sender(lambda group: group.startswith("calm") and not go.exists())  # type: ignore[misc]
+    on_ray.Sender = make_paused_sender(lambda group: group.startswith("calm") and not go.exists())  # type: ignore[misc]
     cli.main()
 
 

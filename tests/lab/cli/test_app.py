@@ -135,7 +135,7 @@ def test_brackets_in_names_are_printed(invoke: Invoke, small: Path) -> None:
     assert "'[/red]'" in refused.err
 
 
-def test_a_terminal_sees_how_far_it_is() -> None:
+def test_progress_in_a_terminal() -> None:
     screen = io.StringIO()
     job = GroupPlan("main-0", (RunKey("main", 0.0, 0), RunKey("main", 0.5, 0)))
     with SweepProgress(Console(file=screen, force_terminal=True, width=100)) as progress:
@@ -547,7 +547,7 @@ def test_a_directory_in_use_is_refused(invoke: Invoke, small: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["report/index.html", "metrics.csv", "runs/mine.json"])
-def test_what_is_no_sweeps_is_not_written_over(invoke: Invoke, small: Path, name: str) -> None:
+def test_foreign_files_are_not_overwritten(invoke: Invoke, small: Path, name: str) -> None:
     file = Path("mine") / name
     file.parent.mkdir(parents=True)
     file.write_text("my thesis")

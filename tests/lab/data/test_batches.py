@@ -40,7 +40,7 @@ def test_an_epoch_goes_through_all_samples(split, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_any_batch_at_any_time(split, options):
+def test_batches_can_be_read_in_any_order(split, options):
     """Asked for in another order, by another object, one batch has the same bits: a run resumes anywhere."""
     batches = Batches(split, 8, seed=3, normalize=NORMALIZE, **options)
     steps = range(batches.steps_per_epoch)

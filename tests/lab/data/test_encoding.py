@@ -261,7 +261,7 @@ def test_a_missing_indicator_alone():
 
 
 @pytest.mark.parametrize("value", [1e300, -1e300, 1.7e308, 5e-324])
-def test_wild_values_stay_finite(value):
+def test_extreme_values_stay_finite(value):
     encoding = learn(pets())
     raw = encoding.matrix(pets(1, age=value))
     assert raw[0, 0] == value

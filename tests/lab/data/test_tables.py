@@ -282,11 +282,11 @@ def test_chunks_equal_the_whole_table(tmp_path, name, rows):
 def test_nothing_is_unpickled(tmp_path):
     """An array of objects would run code when loaded; it is refused."""
 
-    class Bomb:
+    class CodeInPickle:
         def __reduce__(self) -> Any:
             return (open, (str(tmp_path / "ran"), "w"))
 
-    np.savez(tmp_path / "t.npz", x=np.array([Bomb(), Bomb()], dtype=object))
+    np.savez(tmp_path / "t.npz", x=np.array([CodeInPickle(), CodeInPickle()], dtype=object))
     with pytest.raises(DataError, match="Object arrays cannot be loaded"):
         read_table(tmp_path / "t.npz")
     assert not (tmp_path / "ran").exists()

@@ -405,7 +405,7 @@ def test_failed_runs_have_no_metrics() -> None:
         result.ensemble(0.5, 1)
 
 
-def test_equal_members_are_noticed() -> None:
+def test_equal_members_are_detected() -> None:
     trained = CNN()
     with pytest.warns(UserWarning, match="start with the same weights"):
         ace.sweep(lambda: copy.deepcopy(trained), TRAIN, TEST, **SMALL)

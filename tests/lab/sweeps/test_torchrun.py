@@ -172,7 +172,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_job_resumes(
     killed = time.monotonic()
     assert job.end() == 1
     assert time.monotonic() - killed < 60
-    assert job.rank_outputs() == ["", lost_contact(1)]
+    assert job.rank_outputs() == ["", lost_rank_message(1)]
     assert saved_steps(directory) == [EVERY]
 
     # another layout goes on from the checkpoint; with --max-restarts by itself
@@ -181,18 +181,18 @@ def test_a_killed_rank_ends_the_job_and_the_next_job_resumes(
     assert saved_steps(directory) == [2 * EVERY]
     job.kill(1)
     assert job.end() == 0, job.rank_outputs()
-    assert job.rank_outputs() == [lost_contact(0), ""]
+    assert job.rank_outputs() == [lost_rank_message(0), ""]
     assert_same_results(results(directory), alone)
 
 
-def lost_contact(rank: int) -> str:
+def lost_rank_message(rank: int) -> str:
     return (
         f"Error: Rank {rank} lost contact with the others: one of them ended or does not respond. "
         "Checkpoints and finished runs are kept; repeat the command to resume.\n"
     )
 
 
-def test_told_to_stop_and_finished_by_more_processes(
+def test_a_stopped_sweep_is_finished_by_more_processes(
     file: str, alone: dict[str, Any], tmp_path: Path, started: Callable[..., Job]
 ) -> None:
     directory = tmp_path / "out"
@@ -230,7 +230,7 @@ def saved_steps(directory: Path) -> list[int]:
     return [json.loads(file.read_text())["progress"]["step"] for file in files]
 
 
-def test_what_is_wrong_is_said_once(file: str, tmp_path: Path, started: Callable[..., Job]) -> None:
+def test_an_error_is_printed_by_one_rank(file: str, tmp_path: Path, started: Callable[..., Job]) -> None:
     options = ("--set", "train.batches=separate", "--out", str(tmp_path / "out"), "--parallel", "members")
     job = started(2, file, *options)
     assert job.end() == 1

@@ -209,7 +209,7 @@ def test_exchanged_batches_with_batch_norm_over_ranks_of_members_equal_one_proce
     assert_same_training(team().run(2, train, case, "members")[0], train(case, None))
 
 
-def test_ranks_without_each_other_are_not_one_process() -> None:
+def test_training_on_half_the_batch_or_members_differs() -> None:
     """The comparison can fail: half of the batch, or of the members, trains to something else."""
     alone = train({}, None)
     half = train({"size": BATCH // 2}, None)
@@ -392,7 +392,7 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(
     tmp_path: Path, case: dict[str, Any], before: str | None, after: str | None
 ) -> None:
     """Stopped in the middle of an epoch, told on the last rank alone."""
-    undisturbed = train(case, None)
+    uninterrupted = train(case, None)
 
     def run(layout: str | None, **more: Any) -> list[Any]:
         if layout is None:
@@ -404,7 +404,7 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(
     assert all(rank["interrupted"] for rank in first)
     (state,) = tmp_path.glob("state-*.safetensors")
     again = run(after)[0]
-    assert_same_training(again, undisturbed)
+    assert_same_training(again, uninterrupted)
     assert again["first_step"] > int(state.stem.removeprefix("state-")) > 0  # it went on, not began anew
 
 
@@ -481,7 +481,7 @@ def wait_for_silent_rank(group: str) -> str:
 
 
 @pytest.mark.parametrize("group", ["members", "data"])
-def test_a_rank_that_does_not_answer_is_given_up(group: str) -> None:
+def test_a_rank_that_does_not_respond_ends_the_job(group: str) -> None:
     first, _ = team().run(2, wait_for_silent_rank, group)
     assert first == (
         "Rank 0 lost contact with the others: one of them ended or does not respond. "
@@ -511,7 +511,7 @@ def compare() -> list[str]:
     return found
 
 
-def test_ranks_that_were_given_different_things_are_refused() -> None:
+def test_ranks_with_different_arguments_are_refused() -> None:
     found = team().run(4, compare)
     assert found == [found[0]] * 4
     same, device, experiment = found[0]
