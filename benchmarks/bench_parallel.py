@@ -33,7 +33,7 @@ RANKS = (1, 2, 4)
 STEPS = 5  # of one timing
 TARGET = 1.10
 
-# What the projection assumes: bytes per second in one direction, and seconds for a message to arrive.
+# Assumptions of the projection: bytes per second in one direction, and seconds for a message to arrive.
 NVLINK = {"bandwidth": 450e9, "latency": 3e-6}  # of each H100 or H200, eight to a machine
 BETWEEN = {  # machines
     "InfiniBand": {"bandwidth": 8 * 50e9, "latency": 6e-6},  # 400 Gbit/s for each of eight GPUs

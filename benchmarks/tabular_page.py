@@ -139,7 +139,7 @@ def headline(scores: pd.DataFrame, metric: str) -> str:
 
 
 def notes(results: dict[str, Any], runs: pd.DataFrame) -> list[str]:
-    """How the numbers were measured, and what is missing."""
+    """Describe how the numbers were measured, and missing results."""
     place = results["environment"]
     lines = [
         f"At most {results['max_rows']:,} rows for training and all other rows (at most 5,000) for the scores. Every "

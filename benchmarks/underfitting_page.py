@@ -176,7 +176,7 @@ def describe_runs(sets: dict[str, dict[str, Any]]) -> str:
 
 
 def describe_repetition(sets: dict[str, dict[str, Any]]) -> str:
-    """How far cells that were run again differ from the first runs."""
+    """Compare cells that were run again with the first runs."""
     count, largest, versions = 0, 0.0, ""
     for name, results in sets.items():
         if (again := read(f"{name}_repeated")) is None:
@@ -201,7 +201,7 @@ def judge(name: str, classes: int | None) -> list[tuple[bool, bool]]:
 
 
 def describe_few_classes() -> str:
-    """Where the factor for few classes comes from, and a test with data that took no part in it."""
+    """Describe the origin of the factor for few classes, and a test on data not used for it."""
     few = {name: classes for name, (_, classes) in TABLES.items() if classes <= FEW}
     plain = [cell for name in few for cell in judge(name, None)]
     factor = [cell for name, classes in few.items() for cell in judge(name, classes)]

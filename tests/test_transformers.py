@@ -1,4 +1,4 @@
-"""The Trainer of transformers on ensembles: a small BERT and a small ViT with random weights, without a network."""
+"""The Trainer of transformers on ensembles: a small BERT and a small ViT with random weights, offline."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def new_trainer(ensemble: nn.Module, folder: Path, *, train=None, test=None, tra
     return trainer(ensemble, arguments(folder, **options), train_dataset=train, eval_dataset=test, **own)
 
 
-# -- what a step is ---------------------------------------------------------------------------------------------------
+# -- training step ----------------------------------------------------------------------------------------------------
 
 
 class Recorded:
@@ -162,7 +162,7 @@ def test_the_step_is_plain_pytorch(head, tmp_path):
         torch.testing.assert_close(ours.detach(), expected, rtol=0, atol=1e-7, msg=name)  # float32 of order 1
 
 
-# -- trained ----------------------------------------------------------------------------------------------------------
+# -- training ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("make", "data", "rate"), [(bert, sentences, 5e-3), (vit, images, 3e-3)], ids=["bert", "vit"])

@@ -1,4 +1,4 @@
-"""Bad input: each a one-sentence error that says what was expected, what came and what to do."""
+"""Invalid input: one-sentence errors that state what was expected, what was given and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two scales of the knob."""
+"""Conversion between λ and the paper's γ."""
 
 import pytest
 from hypothesis import given

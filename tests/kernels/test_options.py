@@ -1,4 +1,4 @@
-"""When kernels are used."""
+"""Conditions under which kernels are used."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""All scores in one metric: what functional says of all data at once, whatever the batches."""
+"""All scores in one metric: equal to `functional` on all data at once, for any batches."""
 
 from __future__ import annotations
 

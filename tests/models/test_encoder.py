@@ -1,4 +1,4 @@
-"""The encoder of tables: what it computes, in which precision, how it is saved, and that other runtimes agree."""
+"""The encoder of tables: values, precision, files, and equal results in other runtimes."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_shapes_are_checked(shape):
         encoder()(torch.zeros(shape, dtype=torch.float64))
 
 
-# -- making ------------------------------------------------------------------------------------------------------------
+# -- construction ------------------------------------------------------------------------------------------------------
 
 
 def test_description():
@@ -243,7 +243,7 @@ def test_an_encoder_that_was_modified_is_not_described(tmp_path):
         load_model(tmp_path / "model")
 
 
-# -- elsewhere ---------------------------------------------------------------------------------------------------------
+# -- compile and ONNX -------------------------------------------------------------------------------------------------
 
 
 def test_compiled():

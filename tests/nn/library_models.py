@@ -1,4 +1,4 @@
-"""Small classifiers of timm and transformers with random weights, and what an ensemble's first step must be."""
+"""Small classifiers of timm and transformers with random weights, and the expected first step of an ensemble."""
 
 from __future__ import annotations
 

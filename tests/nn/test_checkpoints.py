@@ -1,4 +1,4 @@
-"""Models that were trained before, as an ensemble: every way their weights are saved, and what is refused."""
+"""Ensembles of trained models: every format of their weights, and errors."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_modules_with_a_state_of_their_own(tmp_path):
     assert member.seen == 7
 
 
-# -- several things in one file ---------------------------------------------------------------------------------------
+# -- several state dicts in one file ----------------------------------------------------------------------------------
 
 
 def test_weights_beside_the_model(tmp_path):
@@ -242,7 +242,7 @@ def test_several_state_dicts(tmp_path):
         Ensemble.from_checkpoints(net, [tmp_path / "a.pth"], state_key="ema")
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""stack_classifiers: any host, K heads; the mathematics against K whole networks, and what is refused."""
+"""stack_classifiers: K heads on any host, against K separate networks; errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are not as they were written: each refused in a sentence."""
+"""Altered files: each is refused in one sentence."""
 
 import hashlib
 import json
@@ -103,7 +103,7 @@ def test_refuses_weights(name: str, saved: tuple[Path, EnsembleModule]) -> None:
 
 
 @pytest.mark.parametrize("make", [to_pickle, to_pickle_of_torch, lambda file: file.write_bytes(b"\xff" * 100)])
-def test_refuses_a_pickle_that_the_manifest_vouches_for(
+def test_refuses_a_pickle_with_a_matching_checksum(
     make: Callable[[Path], Any], saved: tuple[Path, EnsembleModule]
 ) -> None:
     file = saved[0] / "weights.safetensors"

@@ -1,4 +1,4 @@
-"""`torchace run --ray` whose workers wait in the middle of their work, so that a test can stop or kill them there.
+"""`torchace run --ray` whose workers wait during training, so that a test can stop or kill them.
 
 With `python -m tests.support.paused_ray FILE run ... --ray ...` run groups wait until FILE exists or the sweep stops.
 """

@@ -1,4 +1,4 @@
-"""The command line as tests call it, and small tables to call it on."""
+"""Calls of the command line for tests, and small tables."""
 
 from __future__ import annotations
 

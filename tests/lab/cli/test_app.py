@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it exits with, and one sentence for everything that is wrong."""
+"""The command line: output, exit codes and one-sentence errors."""
 
 import errno
 import io
@@ -84,7 +84,7 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-# -- what works -------------------------------------------------------------------------------------------------------
+# -- valid commands ---------------------------------------------------------------------------------------------------
 
 
 def test_a_sweep_is_run_and_reported(invoke: Invoke, small: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_sweep_of_failures_has_a_report_too(invoke: Invoke, small: Path) -> No
     assert (Path("runs") / "small" / "report" / "index.html").exists()
 
 
-# -- what is wrong ----------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def assert_refused(outcome: Outcome, *words: str, code: int = 1) -> None:

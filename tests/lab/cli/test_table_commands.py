@@ -1,4 +1,4 @@
-"""The commands for a user's own data: what they print and write, and one sentence for everything that is wrong."""
+"""The commands for tables: output, files and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def fitted(data: Path, target: str, out: Path, **settings: Any) -> Path:
     return out
 
 
-# -- one sentence, and nothing written --------------------------------------------------------------------------------
+# -- errors: one sentence, no output ----------------------------------------------------------------------------------
 
 
 def text(frame: pd.DataFrame) -> str:

@@ -111,7 +111,7 @@ def test_augmentation_against_reference():
         found.update(matches)
     assert {row for row, _, _ in found} == {column for _, column, _ in found} == set(range(5))
     assert {mirrored for _, _, mirrored in found} == {False, True}
-    assert not torch.equal(batches.batch(1, 0)[0].sort(0).values, x.sort(0).values)  # drawn anew every epoch
+    assert not torch.equal(batches.batch(1, 0)[0].sort(0).values, x.sort(0).values)  # drawn again every epoch
 
 
 def test_augmentation_does_not_move_the_order(split):

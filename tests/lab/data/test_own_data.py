@@ -1,4 +1,4 @@
-"""Own arrays and tables as data sets, and the sentences about bad ones."""
+"""Arrays and tables as data sets, and errors for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables from files: what is read, that chunks are the whole, and that damage is refused and nothing is run."""
+"""Tables from files: values, equal results in chunks, errors for damaged files; no code is executed."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_nothing_is_unpickled(tmp_path):
 
 @pytest.mark.parametrize("name", [*WRITERS, "t.csv.gz"])
 def test_random_damage(tmp_path, name):
-    """Whatever is done to a file, it is read or refused in one sentence; no other error comes out."""
+    """A damaged file is read or refused in one sentence; there is no other error."""
     path = tmp_path / name
     if name == "t.csv.gz":
         path.write_bytes(gzip.compress(WRITERS["t.csv"](tmp_path / "t.csv").read_bytes()))

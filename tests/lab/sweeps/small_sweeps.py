@@ -1,4 +1,4 @@
-"""A small sweep on digits, and what it leaves behind."""
+"""A small sweep on digits, and its files."""
 
 from __future__ import annotations
 

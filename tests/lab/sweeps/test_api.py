@@ -1,4 +1,4 @@
-"""`torchace.sweep` on own networks: equal to plain training loops, kept in a directory, errors in one sentence."""
+"""`torchace.sweep` on user networks: equal to plain training loops, resumable, one-sentence errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiments: what is understood."""
+"""Experiments: parsing of TOML files and overrides."""
 
 import copy
 import math

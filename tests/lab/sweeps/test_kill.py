@@ -104,7 +104,7 @@ class Sweeping:
         )
 
     def has_results(self) -> int:
-        """How many files there are of finished runs, half-written ones too."""
+        """Number of files of finished runs, including partial ones."""
         return len(list(self.directory.glob("runs/*"))) + len(list(self.directory.glob("runs/.*")))
 
     def _checkpoints(self) -> dict[str, list[str]]:

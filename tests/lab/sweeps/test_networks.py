@@ -1,4 +1,4 @@
-"""From a configuration to networks and recipes."""
+"""From a configuration to networks and train configs."""
 
 from dataclasses import fields
 from typing import Any

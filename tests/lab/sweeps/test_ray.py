@@ -72,7 +72,7 @@ name = "calm"
 RUNS, FAILED = 12, 4
 
 
-# -- a cluster, and who works in it -----------------------------------------------------------------------------------
+# -- clusters and workers ---------------------------------------------------------------------------------------------
 
 
 class Nodes:
@@ -147,7 +147,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-# -- a sweep, and what a local one leaves -----------------------------------------------------------------------------
+# -- sweeps, local clusters -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
     return lambda must_wait: monkeypatch.setattr(on_ray, "Sender", make_paused_sender(must_wait))
 
 
-# -- the same numbers after a worker died ------------------------------------------------------------------------------
+# -- lost workers ------------------------------------------------------------------------------------------------------
 
 
 def test_two_nodes_give_what_one_machine_gives(
@@ -354,7 +354,7 @@ def test_stopped_and_resumed_from_a_damaged_checkpoint(
     assert same(tmp_path, uninterrupted)
 
 
-# -- wrong use --------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -576,7 +576,7 @@ def test_a_local_cluster_stops_with_its_driver(
         give_up = time.monotonic() + PATIENCE
         while _mentioning(folder):
             assert time.monotonic() < give_up, "Ray's processes outlive their driver"
-    # what was begun on Ray goes on without it
+    # runs started on Ray resume without it
     assert len(Sweep(experiment, driver.directory).run()) == FAILED
     assert same(driver.directory, uninterrupted)
 

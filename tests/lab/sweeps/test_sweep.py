@@ -1,4 +1,4 @@
-"""Sweeps in this process: what is trained, what is kept, what is refused."""
+"""Sweeps in this process: trained runs, stored files, errors."""
 
 import errno
 import json
@@ -138,7 +138,7 @@ def test_arms_share_their_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert loaded == ["digits", "digits"]
 
 
-# -- adding to a directory --------------------------------------------------------------------------------------------
+# -- extending a run directory ----------------------------------------------------------------------------------------
 
 
 def test_more_seeds_train_only_the_new_ones(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_weights_that_overflow_in_the_last_step_are_a_failure(tmp_path: Path) ->
     assert all(f.member is not None for f in failures.values())
 
 
-# -- nothing is written for an experiment that cannot be --------------------------------------------------------------
+# -- invalid experiments ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

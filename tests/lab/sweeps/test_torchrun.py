@@ -95,7 +95,7 @@ class Job:
         return [file.read_text() for file in files]
 
     def kill(self, rank: int) -> None:
-        """Kills a rank; the first one, if it is another, goes on to find out."""
+        """Kills a rank; if it is not the first one, the first one detects it."""
         ranks = self.ranks()
         os.kill(ranks[rank], signal.SIGKILL)
         if rank != 0:
@@ -175,7 +175,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_job_resumes(
     assert job.rank_outputs() == ["", lost_rank_message(1)]
     assert saved_steps(directory) == [EVERY]
 
-    # another layout goes on from the checkpoint; with --max-restarts by itself
+    # another layout resumes from the checkpoint; with --max-restarts automatically
     job = started(2, file, "--out", str(directory), "--parallel", "data", held=True, restarts=1)
     job.wait_until(lambda: saved_steps(directory) != [EVERY])
     assert saved_steps(directory) == [2 * EVERY]
@@ -212,7 +212,7 @@ def test_a_stopped_sweep_is_finished_by_more_processes(
     assert job.end() == 0, job.rank_outputs()
     with open(directory / "metrics.csv") as rows:
         steps = [int(row["step"]) for row in csv.DictReader(rows)]
-    assert steps[0] > stopped  # it went on, not began anew
+    assert steps[0] > stopped  # it resumed
     assert_same_results(results(directory), alone)
     # one rank prints and writes
     assert job.rank_outputs() == [""] * 3

@@ -1,4 +1,4 @@
-"""The exported graph: the same answers as torch, as the command line and as the files it writes, for any rows."""
+"""The exported graph: the same outputs as torch and the command line, for any rows."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_reported_difference_is_measured(exported: Exported) -> None:
     assert os.listdir(exported.path.parent) == ["model.onnx"]  # one file, without weights beside it
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

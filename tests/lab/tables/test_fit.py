@@ -1,4 +1,4 @@
-"""A fit of a table: killed anywhere it goes on, and its directory is complete or not there."""
+"""A fit of a table: it resumes after a kill at any point, and its directory is complete or missing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def data(tmp_path: Path) -> Path:
     return write_table(pets(), tmp_path / "pets.csv")
 
 
-# -- what a fit leaves ------------------------------------------------------------------------------------------------
+# -- output of a fit --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "make", "target"), KINDS)
@@ -216,7 +216,7 @@ def test_a_recorder_receives_all_events(data: Path, tmp_path: Path) -> None:
     assert recorder.steps[-1].step == recorder.steps[-1].steps
 
 
-# -- stopped, and gone on ---------------------------------------------------------------------------------------------
+# -- interruptions ----------------------------------------------------------------------------------------------------
 
 
 class StopAfter:
@@ -358,7 +358,7 @@ def test_a_full_disk_keeps_finished_work(data: Path, tmp_path: Path) -> None:
     assert read_untimed(fit.out) == read_untimed(uninterrupted.out)
 
 
-# -- places -----------------------------------------------------------------------------------------------------------
+# -- paths ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_finished_model_is_recognized(data: Path, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def complete(file: Path) -> dict[int, float]:
         optuna.logging.set_verbosity(verbosity)
 
 
-# -- told to stop -----------------------------------------------------------------------------------------------------
+# -- stop signals -----------------------------------------------------------------------------------------------------
 
 
 def checkpoints(folder: Path) -> set[tuple[Path, int]]:

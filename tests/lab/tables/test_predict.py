@@ -1,4 +1,4 @@
-"""Predictions for files: in chunks as in one piece, in little memory, whole or not at all."""
+"""Predictions for files: equal results in chunks, little memory, complete output or none."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_empty_groups_of_rows_are_skipped(classifier: TableModel, tmp_path: Path
     assert predict_file(classifier, tmp_path / "data.parquet", tmp_path / "out.csv") == 10
 
 
-# -- whole or not at all ----------------------------------------------------------------------------------------------
+# -- complete output or none ------------------------------------------------------------------------------------------
 
 
 def failing(frame: pd.DataFrame) -> pd.DataFrame:

@@ -44,7 +44,7 @@ EXACT = 1e-12  # float64: sums over members and samples in another order
 LAMBDAS, SEEDS = [0.0, 0.6], [3, 4]
 
 
-# -- the trainings ----------------------------------------------------------------------------------------------------
+# -- training ---------------------------------------------------------------------------------------------------------
 
 
 def make_network(kind: str, hidden: int = 5, count: int = 3) -> RunGroup:
@@ -283,7 +283,7 @@ def test_every_sample_is_predicted_by_every_member_once(kind: str, size: int, la
             assert found[name] == pytest.approx(value, abs=EXACT), name
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------------
+# -- communication ----------------------------------------------------------------------------------------------------
 
 
 def sent_in_a_step(layout: str, case: dict[str, Any]) -> tuple[list[tuple[str, int]], int]:
@@ -405,7 +405,7 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(
     (state,) = tmp_path.glob("state-*.safetensors")
     again = run(after)[0]
     assert_same_training(again, uninterrupted)
-    assert again["first_step"] > int(state.stem.removeprefix("state-")) > 0  # it went on, not began anew
+    assert again["first_step"] > int(state.stem.removeprefix("state-")) > 0  # it resumed
 
 
 def stops_together(folder: str) -> list[int]:
@@ -453,7 +453,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     assert manifest["step"] == len(first)
 
 
-# -- ranks that are lost, and wrong use -------------------------------------------------------------------------------
+# -- lost ranks, errors -----------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The loop: groups, pairs, schedules, failures, interruptions."""
+"""The training loop: groups, paired runs, schedules, failures, interruptions."""
 
 import itertools
 import math

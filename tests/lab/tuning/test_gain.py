@@ -1,4 +1,4 @@
-"""The gain of a chosen λ, in numbers and in words."""
+"""The gain of a chosen λ: numbers and sentence."""
 
 from __future__ import annotations
 

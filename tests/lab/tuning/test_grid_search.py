@@ -214,7 +214,7 @@ def test_callback_receives_all_stages() -> None:
         assert 0 < fractions[0] <= fractions[-1] == 1
 
 
-# -- trainings that fail ----------------------------------------------------------------------------------------------
+# -- failed trainings -------------------------------------------------------------------------------------------------
 
 
 def inject_infinities(monkeypatch: pytest.MonkeyPatch, fails: Callable[[float, int], bool]) -> None:

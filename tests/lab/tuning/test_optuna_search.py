@@ -1,4 +1,4 @@
-"""Searches with Optuna: what is proposed, scored, kept, refused; processes that die in the middle of a trial."""
+"""Searches with Optuna: proposals, scores, storage, errors; processes that die during a trial."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def value_alone(params: Any, seeds: tuple[int, ...] = (0, 1), plan: MemberPlan =
     return math.fsum(score[0] for score in scores) / len(seeds)
 
 
-# -- what is searched -------------------------------------------------------------------------------------------------
+# -- search space -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("patience", [None, 2])
@@ -154,7 +154,7 @@ def test_seed_determines_suggestions() -> None:
     assert len({json.dumps(dict(trial.params)) for trial in ours.trials}) == 14
 
 
-# -- a study ----------------------------------------------------------------------------------------------------------
+# -- studies ----------------------------------------------------------------------------------------------------------
 
 
 def test_second_run_resumes_the_study(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_interrupted_between_trials(tmp_path: Path) -> None:
     assert states(found(2, tmp_path / "study.db")) == ["complete"] * 2
 
 
-# -- killed -----------------------------------------------------------------------------------------------------------
+# -- killed processes -------------------------------------------------------------------------------------------------
 
 
 def work(file: str, marker: str) -> None:

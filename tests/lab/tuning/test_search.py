@@ -87,7 +87,7 @@ def test_checkpoints_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_unwritable_directories(tmp_path: Path) -> None:
         run_search(cache=SearchCache(tmp_path / "file" / "search"))
 
 
-# -- killed -----------------------------------------------------------------------------------------------------------
+# -- killed processes -------------------------------------------------------------------------------------------------
 
 KILLS = int(os.environ.get("TORCHACE_KILLS", "6"))
 TIMEOUT = 120.0  # seconds

@@ -44,7 +44,7 @@ AnySplit = Any  # Split or StreamedSplit
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How own data is read."""
+    """Options for reading a user's data."""
 
     task: str = "classification"
     target: str | Sequence[str] | None = None  # column of a table, key of an item
