@@ -66,19 +66,28 @@ def members_section(title: str, network: str, name: str) -> list[str]:
     return [
         f"## {title}",
         "",
-        f"At λ=0, two members disagree on {share('multiplicative', 0.0)} of the test images with multiplicative "
-        f"adapters, on {share('low rank', 0.0)} with low-rank ones, on {share('SMOC', 0.0)} with heads alone (SMOC) "
-        f"and on {share('separate', 0.0)} where they share nothing. At λ=0.5: {share('multiplicative', 0.5)}, "
-        f"{share('low rank', 0.5)}, {share('SMOC', 0.5)} and {share('separate', 0.5)}. The ensemble of multiplicative "
-        f"members has a cross entropy of {score('multiplicative')}, one network {score('one network')} and separate "
-        f"members {score('separate')} (λ=0).",
+        "Test images on which two members disagree:",
         "",
-        measure.table([*header, "disagreement, %", "time of a step"], cells),
+        measure.table(
+            ["", "multiplicative adapters", "low-rank adapters", "only heads (SMOC)", "separate members"],
+            [
+                [
+                    f"λ={diversity:g}",
+                    *(share(kind, diversity) for kind in ("multiplicative", "low rank", "SMOC", "separate")),
+                ]
+                for diversity in (0.0, 0.5)
+            ],
+        ),
+        "",
+        f"At λ=0 the ensemble of multiplicative members has a cross entropy of {score('multiplicative')}; one network "
+        f"has {score('one network')}, separate members {score('separate')}.",
+        "",
+        measure.table([*header, "disagreement, %", "time per step"], cells),
         "",
         f"{network}; K={settings['num_members']}, rank {settings['rank']}, {settings['epochs']} epochs, batches of "
         f"{settings['batch_size']}, AdamW, learning rate {settings['learning_rate']:g}; branched at "
-        f"`{settings['branched_at']}`. Mean ± standard deviation over {rows[0]['seeds']} seeds. Gain: how far the "
-        "ensemble's cross entropy lies below its members' mean. Time of a step: relative to one network. "
+        f"`{settings['branched_at']}`. Mean ± standard deviation over {rows[0]['seeds']} seeds. Gain: the members' "
+        "mean cross entropy minus the ensemble's. Time per step: relative to one network. "
         f"{describe_environment(results)}.",
         "",
     ]
@@ -103,14 +112,14 @@ def finetuning_section(results: dict[str, Any]) -> list[str]:
         f"{accuracy['eight adapters', 0.6]} at λ=0.6. One adapter reaches {accuracy['one adapter', 0.0]}, eight "
         f"fine-tunings of all weights {accuracy['eight fine-tunings', 0.0]}.",
         "",
-        "A network trained on the first five classes is adapted to the other five. AUROC: how well a score of the "
-        "members separates test images of the first five classes, which fine-tuning never showed.",
+        "A network trained on the first five classes is adapted to the other five. AUROC: how well a score detects "
+        "test images of the first five classes, which are not in the fine-tuning data.",
         "",
-        measure.table([*header, "AUROC, entropy", "disagreement, %", "ms a step"], cells),
+        measure.table([*header, "AUROC, entropy", "disagreement, %", "ms per step"], cells),
         "",
         f"{settings['data']}, {settings['images']:,} images for fine-tuning, K={settings['num_members']}, rank "
         f"{settings['rank']}, {settings['epochs'][0]} and {settings['epochs'][1]} epochs, batches of "
-        f"{settings['batch_size']}. Learning rates, the best of three on validation data with another seed: {rates}. "
+        f"{settings['batch_size']}. Learning rates (the best of three on validation data with another seed): {rates}. "
         f"Mean ± standard deviation over {results['rows'][0]['seeds']} seeds. {describe_environment(results)}.",
         "",
     ]
@@ -125,34 +134,34 @@ def speed_section(results: dict[str, Any]) -> list[str]:
         speed = measure.factor(row["times_faster_than_peft"])
         cells.append([row["contender"], measure.milliseconds(row["seconds"]), speed, *memory])
     settings = results["settings"]
-    header = ["contender", "ms, a step of all members", "times faster than peft", "GiB", "times one peft training"]
+    header = ["contender", "ms, a step of all members", "speedup over peft", "GiB", "relative to one peft training"]
     return [
-        "## Time and memory beside peft",
+        "## Time and memory compared with peft",
         "",
         measure.table(header, cells),
         "",
         f"{settings['num_members']} low-rank members (rank {settings['rank']}, query and value layers) on a frozen "
         f"encoder of BERT-base's size with random weights; {settings['batch_size']} sequences of {settings['length']} "
         "tokens, bf16 autocast, AdamW. peft: one step of each training, one after another; its memory is that of one "
-        f"training. Aims: at least 3 times faster, at most twice the memory. {describe_environment(results)}.",
+        f"training. Targets: at least 3 times faster, at most twice the memory. {describe_environment(results)}.",
         "",
     ]
 
 
 def main() -> None:
-    finding = "Members that share all weights and differ by small adapters (`ace.adapt`) stay apart in training."
+    finding = "Members that share all weights and differ by small adapters (`ace.adapt`) remain diverse in training."
     if results := read("bench_adapters_gpu"):
         faster = next(row for row in results["rows"] if row["contender"] == "one pass")["times_faster_than_peft"]
-        finding += f" Eight of them in one pass train {faster['median']:.1f} times faster than eight trainings by peft."
+        finding += f" Eight members in one pass train {faster['median']:.1f} times faster than with peft one by one."
     lines = ["# Adapters", "", finding, ""]
     network = "An MLP with two hidden layers of 64 units"
-    lines += members_section("Members stay apart: digits", network, "adapters_members_digits")
-    lines += members_section("Members stay apart: CIFAR-10", "ResNet-20", "adapters_members_cifar10")
+    lines += members_section("Members remain diverse: digits", network, "adapters_members_digits")
+    lines += members_section("Members remain diverse: CIFAR-10", "ResNet-20", "adapters_members_cifar10")
     if results := read("adapters_finetuning"):
         lines += finetuning_section(results)
     if results := read("bench_adapters_gpu"):
         lines += speed_section(results)
-    lines += ["Made by `python benchmarks/adapters_page.py`, which names the scripts and their JSON files.", ""]
+    lines += ["Written by `benchmarks/adapters_page.py`, which names the scripts and their JSON files.", ""]
     (RESULTS / "adapters.md").write_text("\n".join(lines).rstrip() + "\n")
 
 

@@ -33,7 +33,7 @@ RANKS = (1, 2, 4)
 STEPS = 5  # of one timing
 TARGET = 1.10
 
-# What the projection assumes: bytes a second in one direction, and seconds for a message to arrive.
+# Assumptions of the projection: bytes per second in one direction, and seconds for a message to arrive.
 NVLINK = {"bandwidth": 450e9, "latency": 3e-6}  # of each H100 or H200, eight to a machine
 BETWEEN = {  # machines
     "InfiniBand": {"bandwidth": 8 * 50e9, "latency": 6e-6},  # 400 Gbit/s for each of eight GPUs
@@ -153,7 +153,7 @@ def main() -> None:
             size = f"{sent[name] / 1000:,.0f} KB" if count > 1 else ""
             times = measure.milliseconds(found["seconds"])
             rows.append([str(count), name, size, times, measure.factor(found["times_silent"]), target])
-    header = ["ranks", "contender", "exchanged", "ms a step", "times silent", "target"]
+    header = ["ranks", "contender", "exchanged", "ms per step", "times silent", "target"]
     print(measure.table(header, rows))
 
     step = RESNET_110["step"]

@@ -103,7 +103,7 @@ def main() -> None:
             a_step = {key: value / steps for key, value in case["seconds"].items()}
             rows.append([str(width), name, measure.milliseconds(a_step), measure.factor(ratio), verdict])
     print(f"{len(RUNS)} runs of {MEMBERS} members on digits, batches of {BATCH}, {steps} steps, {rounds} rounds\n")
-    print(measure.table(["width", "contender", "ms a step of the sweep", "times the run group", "target"], rows))
+    print(measure.table(["width", "contender", "ms per step of the sweep", "times the run group", "target"], rows))
     measure.finish(results, options.out, started)
 
 

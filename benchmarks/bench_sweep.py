@@ -180,7 +180,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if on_gpu else f"{options.threads} threads"
     grid = f"{len(DIVERSITIES)} λ x {SEEDS} seeds x {MEMBERS} members"
     print(f"{grid}, {steps} steps, batches of {batch_size}, {network}, {where}\n")
-    header = ["contender", "s", "ms a step of the sweep", "times the sweep", "target", "mean accuracy"]
+    header = ["contender", "s", "ms per step of the sweep", "times the sweep", "target", "mean accuracy"]
     print(measure.table(header, rows))
     results = {
         "environment": measure.environment(),

@@ -297,7 +297,7 @@ def print_table(width: int, figures: dict[str, Any], setting: Setting) -> None:
             ]
         )
     print(f"\nwidth {width}: {len(setting.runs)} runs of {MEMBERS} members, {setting.steps} steps\n")
-    print(measure.table(["contender", "s, the whole training", "ms a step", "times the run group", "target"], rows))
+    print(measure.table(["contender", "s, the whole training", "ms per step", "times the run group", "target"], rows))
     print(
         f"\nrun_group {seconds['q20']:.2f} to {seconds['q80']:.2f} s (20 to 80 %), peak "
         f"{measure.mebibytes(ours['peak_bytes'])} MiB with the data, built in {ours['seconds_to_build']:.1f} s; "

@@ -91,13 +91,16 @@ def main() -> None:
 def make_page(rows: list[dict], runs: int) -> str:  # type: ignore[type-arg]
     """The results as Markdown."""
     error = 100 * math.sqrt(0.95 * 0.05 / runs)
+    every = [100 * row["seeds and samples"] for row in rows]
     lines = [
         "# Coverage of the intervals",
         "",
-        f"How often a 95 % interval of a gain covers the true gain, in {runs:,} simulated gains per row (standard "
-        f"error {error:.1f} points). «Shares» are those of seeds, samples and their interaction in the variance of the "
-        "mean gain. «Crossed» is the interval that torchace reports if it has every sample's loss; «seeds alone» is "
-        "the t interval of the seeds' mean gains, reported otherwise.",
+        f"**95 % intervals cover the true gain in {min(every):.0f} to {max(every):.0f} % of simulations.**",
+        "",
+        f"Each row has {runs:,} simulated gains (standard error {error:.1f} points). «Crossed» is the interval that "
+        "torchace reports if it has the loss of every sample; otherwise it reports «seeds alone», the t interval of "
+        "the mean gains of the seeds. «Shares» are those of seeds, samples and their interaction in the variance of "
+        "the mean gain.",
         "",
         "Written by `benchmarks/coverage.py`.",
         "",

@@ -93,7 +93,7 @@ class Width:
         header = ["", "parameters", "operations, millions", "training cross entropy", *labels, "disagreement, %"]
         compared = []
         for other in others:
-            cells = [f"{best} less {other}"]
+            cells = [f"{best} minus {other}"]
             for score, (_, factor, digits) in SCORES.items():
                 estimate = difference(self.values(best, score), self.values(other, score))
                 text = "–" if estimate is None else interval_text(estimate, digits, factor=factor, tests=self.tests)
@@ -107,7 +107,7 @@ class Width:
             "",
             measure.table(["", "error, points", *labels[1:]], compared),
             "",
-            f"Validation cross entropy with two other seeds: {chosen}.",
+            f"Validation cross entropy (two other seeds): {chosen}.",
             "",
         ]
 
@@ -165,9 +165,9 @@ def finding(widths: list[Width]) -> str:
         names = ", ".join(str(w.width) for w in all_three)
         return f"**{text}. At width {names} it also beats one larger network, in all three scores.**"
     some = any(scores for w in widths for other, scores in w.wins().items() if other != "λ=0")
-    more = "" if some else ", but one network with as many parameters or operations is better still"
+    more = "" if some else ", but one network with as many parameters or operations is better"
     cost = " λ raises the calibration error." if len(worse) == len(widths) else ""
-    return f"**{text}{more}.**{cost} At no size does it win in error, cross entropy and calibration at once."
+    return f"**{text}{more}.**{cost} At no size is λ better in error, cross entropy and calibration together."
 
 
 def main() -> None:
@@ -182,10 +182,10 @@ def main() -> None:
         "",
         "![Error, cross entropy and calibration error by width](../figures/equal_budgets.svg)",
         "",
-        f"{design['num_members']} members of ResNet-{design['depth']} on CIFAR-10, trained jointly with λ, against the "
-        f"same members at λ=0, against one network of twice the width ({size_text(widths, 'wider')}), and against one "
-        f"deeper network of the same width ({size_text(widths, 'deeper')}). λ was chosen on validation images with two "
-        "seeds that take no part in the comparison.",
+        f"{design['num_members']} members of ResNet-{design['depth']} on CIFAR-10, trained jointly with λ, are "
+        f"compared with the same members at λ=0, one network of twice the width ({size_text(widths, 'wider')}), and "
+        f"one deeper network of the same width ({size_text(widths, 'deeper')}). λ was chosen on validation images with "
+        "two seeds that are not part of the comparison.",
         "",
     ]
     for width in widths:
@@ -213,13 +213,13 @@ def main() -> None:
             "",
             f"λ changes the AUROC of mutual information significantly in {changed} of {number} rows.",
             "",
-            "The same networks on other images. Each cell has the value at λ=0 and the paired change at the chosen λ, "
-            "with a joint 95 % interval for the rows of a column (Bonferroni). AUROC: how well a score separates "
-            "these images from CIFAR-10's test images. MNIST's and Fashion-MNIST's images have 32x32 pixels and three "
-            "equal channels; the other rows are CIFAR-10's test images with Gaussian noise (standard deviation 25 of "
-            "255), a 5x5 binomial blur, 40 % of the contrast, or 16x16 pixels. "
+            "The same networks on other images. Each cell shows the value at λ=0 and the paired change at the chosen "
+            "λ, with a joint 95 % interval for the rows of a column (Bonferroni). AUROC: how well a score separates "
+            "these images from CIFAR-10's test images. MNIST and Fashion-MNIST: images with 32x32 pixels and three "
+            "equal channels. Other rows: CIFAR-10's test images with Gaussian noise (standard deviation 25 of 255), a "
+            "5x5 binomial blur, 40 % of the contrast, or 16x16 pixels. "
             + (
-                "For held-out classes, the members were trained on eight classes and see the images of the other two."
+                "Held-out classes: the members were trained on eight classes and tested on images of the other two."
                 if any(row[1] == "held-out classes" for row in shifted)
                 else "Held-out classes were not run."
             ),

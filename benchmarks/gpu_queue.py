@@ -1,4 +1,4 @@
-"""Run experiments on one GPU in slices: what is not finished at the time limit resumes when the command is repeated.
+"""Run experiments on one GPU within a time limit; repeat the command to resume unfinished ones.
 
     python benchmarks/gpu_queue.py --seconds 540 --out OUT table1 table1_wide small_members branched
 

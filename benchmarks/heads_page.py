@@ -85,19 +85,19 @@ def main() -> None:
     paying = runs.paying(len(compared))
     if paying:
         names = ", ".join(f"{LABELS[kind]} at λ={diversity:g}" for kind, diversity in paying)
-        finding = f"**After {design['epochs']} epochs, these pay beyond linear heads and one network: {names}.**"
+        finding = f"**After {design['epochs']} epochs, these are better than linear heads and one network: {names}.**"
     else:
         finding = (
-            f"**After {design['epochs']} epochs, no kind of head pays: none lowers the cross entropy below that of "
-            "linear heads and of one network.**"
+            f"**After {design['epochs']} epochs, no kind of head helps: none has a significantly lower cross entropy "
+            "than both linear heads and one network.**"
         )
     best = max(runs.rows, key=lambda key: sum(runs.values(key, "gain").values()))
     loss = difference(runs.values(best, "member_cross_entropy"), runs.values(("plain", 0.0), "member_cross_entropy"))
     gain = sum(runs.values(best, "gain").values()) / len(runs.rows[best])
     assert loss is not None
     reason = (
-        f"Why: what the ensemble gains, each head loses. The largest gain over one head, {gain:.4f}, is that of "
-        f"“{LABELS[best[0]]}” at λ={best[1]:g}, but one such head is worse than one linear head at λ=0 by "
+        f"The reason: single heads get worse by as much as the ensemble gains. “{LABELS[best[0]]}” at λ={best[1]:g} "
+        f"has the largest gain over one head, {gain:.4f}, but one such head is worse than one linear head at λ=0 by "
         f"{loss.mean:.4f}."
     )
     least, most = (
@@ -110,17 +110,17 @@ def main() -> None:
         "λ",
         "error, %",
         "cross entropy",
-        "less linear heads at λ=0",
+        "minus linear heads at λ=0",
         "gain over one head",
         "disagreement, %",
-        "time of a step",
+        "time per step",
     ]
     lines = [
         "# Heads that stay apart",
         "",
         finding,
         "",
-        f"Linear heads on one feature vector converge to one head: two of them differ on {100 * least:.2f} to "
+        f"Linear heads on one feature vector become copies of each other: two of them differ on {100 * least:.2f} to "
         f"{100 * most:.2f} % of the test images. The other kinds differ by construction.",
         "",
         reason,
@@ -133,22 +133,22 @@ def main() -> None:
         "",
         f"ResNet-{design['depth']} on CIFAR-10, K={design['num_members']}. Mean ± standard deviation over {seeds} "
         f"seeds. Brackets: joint 95 % intervals of paired differences for {len(compared)} comparisons (Bonferroni); "
-        "bold: the interval excludes zero. Gain over one head: how far the ensemble's cross entropy lies below its "
-        f"heads' mean. Time of a step: relative to linear heads, 15 runs at once, beside other trainings.",
+        "bold: the interval excludes zero. Gain over one head: the heads' mean cross entropy minus the ensemble's. "
+        "Time per step: relative to linear heads, 15 runs at once; other trainings ran at the same time.",
         "",
-        "| heads | what a head has of its own |",
+        "| heads | separate for each head |",
         "| --- | --- |",
         "| linear heads (SMOC) | a linear layer |",
-        "| own samples | … and a quarter of each batch (exchanged batches) |",
-        f"| own features | … and a fixed random {100 * design['share']:.0f} % of the 64 features |",
+        "| own samples | a linear layer, and a quarter of each batch (exchanged batches) |",
+        f"| own features | a linear layer on a fixed random {100 * design['share']:.0f} % of the 64 features |",
         f"| two layers | a hidden layer of {design['hidden']} units and a linear layer |",
-        f"| dropout | … and dropout of {100 * design['dropout']:.0f} % of the features in training |",
+        f"| dropout | a linear layer, and dropout of {100 * design['dropout']:.0f} % of the features in training |",
         "| adapted last stage | multiplicative adapters and BatchNorm in the last stage (`adapt`), a linear layer |",
         "",
         "## Setup",
         "",
-        f"{design['epochs']} epochs, a short training: the learning rate still falls to 0, but linear heads have not "
-        "finished converging to each other. " + setup_text(file),
+        f"The training of {design['epochs']} epochs is short: the learning rate falls to 0, but linear heads have not "
+        "yet fully converged to each other. " + setup_text(file),
         "",
         "`benchmarks/heads.py` trains, `benchmarks/heads_page.py` writes this page. [Numbers](heads.json).",
     ]

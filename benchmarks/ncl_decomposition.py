@@ -169,7 +169,7 @@ def state_finding(results: dict[str, Any]) -> str:
     if lower:
         text = f"λ={DIVERSITIES[1]:g} lowers the error of {', '.join(lower)}"
     if higher:
-        text += f"; it raises the error of {', '.join(higher)}"
+        text += f"; it raises the error of: {', '.join(higher)}"
     return f"**{text}.**"
 
 
@@ -184,16 +184,16 @@ def make_page(text: str, results: dict[str, Any]) -> str:
 {text}
 
 Mean squared error on the test set and its terms (docs/DESIGN.md, mathematics, line 12), in units of the target's
-variance; in brackets 95 % of a bootstrap over the {trainings} trainings. Both λ of a training share start and
-samples, so that differences are paired. Means are over the trainings at hand: with T of them, variance and covariance
-are (T-1)/T of what many would give, and bias² is larger by their sum over T. A resample repeats trainings, which
-lowers its variance likewise: a value may lie near the upper end of its interval.
+variance. Brackets: 95 % bootstrap intervals over the {trainings} trainings. Both λ of a training share initial weights
+and samples, so differences are paired. With a finite number T of trainings, variance and covariance are biased by the
+factor (T-1)/T, and bias² is larger by their sum divided by T. A bootstrap sample repeats trainings, which lowers its
+variance in the same way: a value may lie near the upper end of its interval.
 
-- {settings["data"]}; {TEST_SAMPLES} samples to test on, fixed; each training sees {samples}
+- {settings["data"]}; {TEST_SAMPLES} fixed test samples; each training sees {samples}
 - {MEMBERS} members with one hidden tanh layer: {WIDTH} units each, or linear heads on one trunk of {2 * WIDTH} units
 - {settings["optimizer"]}; steps: {settings["steps"]}; seeds 0 to {trainings - 1}
 - {where["cpu"]}, {where["cores"]} cores, {where["threads"]} thread; {versions}; commit {where["commit"]}
-- made by `python benchmarks/ncl_decomposition.py`
+- written by `benchmarks/ncl_decomposition.py`
 """
 
 

@@ -25,7 +25,8 @@ DROPPED = ("history", "sha256", "checksum")  # of a run
 PAGES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
     "small_members": (
         "Small members on MNIST",
-        "**Many small networks gain most: λ lowers their cross entropy and error, while one member gets worse.**\n\n"
+        "**Many small networks gain most: λ lowers the cross entropy and the error of the ensemble, while single "
+        "members get worse.**\n\n"
         "![Cross entropy against λ](../figures/small_members.svg)",
         {"": ("small_members", "torchace run small_members")},
     ),
@@ -36,11 +37,11 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
         "| the paper's Table 1 | these runs |\n| :-- | :-- |\n"
         "| λ > 0 lowers the ensemble's cross entropy, best at λ=0.5 | Not for the first network; **confirmed** for the "
         "second, on exchanged batches, with the same best λ |\n"
-        "| λ > 0 raises the accuracy | Significant for the second network on shared batches alone |\n"
+        "| λ > 0 raises the accuracy | Significant only for the second network on shared batches |\n"
         "| One member gets worse as λ grows | **Confirmed** |\n\n"
-        "The paper does not state its network. The first one below matches a single member of the paper at λ=0; the "
-        "second is wider and trained for fewer epochs. Separate batches for each member, the paper's λ=0, gain more "
-        "than any λ on shared batches.\n\n"
+        "The paper does not state its network. The first network below matches a single member of the paper at λ=0; "
+        "the second is wider and trained for fewer epochs. Separate batches for each member (the paper's λ=0) help "
+        "more than any λ on shared batches.\n\n"
         "![Cross entropy against λ](../figures/table1.svg)",
         {
             "100 hidden units, 18 epochs": ("table1", "torchace run table1"),
@@ -52,23 +53,24 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
     ),
     "branched": (
         "Branching earlier: ResNet-20 on CIFAR-10",
-        "**λ acts only on members with layers of their own; one network with as many parameters does as well.**\n\n"
-        "Heads on one feature vector (SMOC) collapse onto each other and score as one network does. Members with "
-        "their own last stage differ, and their ensemble is better than one network of the same width.\n\n"
+        "**λ has an effect only if members have their own layers; one network with as many parameters scores as "
+        "well.**\n\n"
+        "Heads on one feature vector (SMOC) collapse and score like one network. Members with their own last stage "
+        "differ, and their ensemble is better than one network of the same width.\n\n"
         "![Cross entropy against λ](../figures/branched.svg)",
         {"": ("branched", "torchace run branched")},
     ),
     "table2_short": (
         "Table 2 at a quarter of its length: SMOC on CIFAR-10",
-        "**Ten classifiers on one ResNet-110 score as one does.**\n\n"
-        "The paper trains four times as long. The heads collapse onto each other, and one head alone has the "
-        "ensemble's cross entropy. No λ differs significantly from λ=0 or from K=1, and the control, K=1 with its head "
-        "started at 1/√10, is no better: a small start of the head explains no gain. The paper's cross entropy of "
-        "0.4957 at λ=0.5 is not reproduced.\n\n"
-        "**Gradients into the others wreck training**: with `detach_others = false` the error is several times as "
-        "large. The paper's members were hardly trained like this.\n\n"
+        "**Ten classifiers on one ResNet-110 score like one.**\n\n"
+        "The paper trains four times as long. The heads collapse: one head has the same cross entropy as the ensemble. "
+        "No λ differs significantly from λ=0 or from K=1. The control (K=1 with its initial head weights times 1/√10) "
+        "is no better, so small initial weights do not explain a gain. The paper's cross entropy of 0.4957 at λ=0.5 is "
+        "not reproduced.\n\n"
+        "**Gradients into the other members prevent training**: with `detach_others = false` the error is several "
+        "times as large. The paper's members were probably not trained in this way.\n\n"
         "![Cross entropy against λ, without the ablation](../figures/table2_short.svg)\n\n"
-        "Error bars: 95 % intervals over seeds; the band is that of K=1. The paper's value at λ=0.5 is off the scale."
+        "Error bars: 95 % intervals over seeds; band: K=1. The paper's value at λ=0.5 is off the scale."
         "\n\n![Cross entropy against λ, with the ablation](../figures/table2_short_ablation.svg)",
         {"": ("table2_short", "torchace run table2_short")},
     ),

@@ -28,7 +28,7 @@ PROVENANCE = (
     "K=1 and λ = 0, 0.05, 0.1 and 0.5 of seeds 0 and 1 were trained on 2026-11-15 and 16 (commit not recorded), "
     "λ = 0.001, 0.01 and 0.3 of seeds 0 and 1 at commit 32c3c84 on 2026-11-16, with torchace 0.1.0 and hand-written "
     "convolutions that later versions replaced by grouped ones; λ = 0, 0.05, 0.1 and 0.5 of seed 2 were trained at "
-    "commit 53096bc on 2026-11-18 with the present code, four runs at once in 1,352 seconds."
+    "commit 53096bc on 2026-11-18 with the current code, four runs at once in 1,352 seconds."
 )
 
 
@@ -135,7 +135,7 @@ def difference_table(table: Table) -> str:
     pairs = [(ZERO, ONE), *((column, ZERO) for column in table.columns if column not in (ONE, ZERO))]
     rows = []
     for column, reference in pairs:
-        cells = [f"{label(column)} less {label(reference)}"]
+        cells = [f"{label(column)} minus {label(reference)}"]
         for name, (_, factor, digits) in SCORES.items():
             found = table.difference(name, column, reference)
             cells.append(interval_text(found, digits, factor=factor, tests=len(pairs)))
@@ -169,11 +169,11 @@ def claims(table: Table) -> list[str]:
         ["λ=0.5 has a much higher cross entropy", verdict("cross_entropy", (10, 0.5), ZERO)],
         [
             "Ten classifiers cost few parameters",
-            f"**Confirmed.** {ten:,} against {one:,}, {100 * (ten / one - 1):.2f} % more",
+            f"**Confirmed.** {ten:,} instead of {one:,}, {100 * (ten / one - 1):.2f} % more",
         ],
         [
             "Ten classifiers are an ensemble",
-            f"**Not reproduced.** Two heads differ on at most {100 * heads:.3f} % of the test images: one head",
+            f"**Not reproduced.** Two heads differ on at most {100 * heads:.3f} % of the test images: they are copies",
         ],
     ]
     return [measure.table(["the paper's Table 2", "these runs"], rows)]
@@ -190,9 +190,9 @@ def describe_repetition(table: Table) -> str:
                 f"%, cross entropy {run['cross_entropy']:.4f} instead of {first['cross_entropy']:.4f}"
             )
     if not texts:
-        return "No run of seeds 0 and 1 has been repeated with the present code. "
+        return "No run of seeds 0 and 1 has been repeated with the current code. "
     spread = f"{100 * table.spread('error'):.2f} points and {table.spread('cross_entropy'):.4f}"
-    return f"Repeated with the present code: {'; '.join(texts)}. Between seeds the standard deviation is {spread}. "
+    return f"Repeated with the current code: {'; '.join(texts)}. The standard deviation over seeds is {spread}. "
 
 
 def main() -> None:
@@ -204,8 +204,8 @@ def main() -> None:
     small = not any(is_significant(table.difference(name, *pair), tests) for name in SCORES for pair in pairs)
     number = table.count_seeds()
     finding = (
-        "**At the paper's full length, ten classifiers on one ResNet-110 do what one does, and λ changes nothing that "
-        f"{number.lower()} can show.**"
+        "**At the paper's full length, ten classifiers on one ResNet-110 score like one, and λ has no effect that "
+        f"{number.lower()} could show.**"
         if small
         else "**At the paper's full length, some columns differ significantly; see the differences.**"
     )
@@ -216,15 +216,15 @@ def main() -> None:
         "",
         finding,
         "",
-        f"The recipe reproduces the paper's baseline: {100 * mean:.2f} % error with K=1, the paper has "
-        f"{100 * table.paper[ONE]['error']:.2f} %. The differences between columns are about as large as those between "
-        f"trainings of one column: the standard deviation over seeds is {100 * table.spread('error'):.2f} points of "
-        f"error and {table.spread('cross_entropy'):.4f} of cross entropy, on average over columns.",
+        f"The setup reproduces the paper's baseline: {100 * mean:.2f} % error with K=1; the paper has "
+        f"{100 * table.paper[ONE]['error']:.2f} %. Columns differ about as much as trainings of one column: the "
+        f"standard deviation over seeds, averaged over columns, is {100 * table.spread('error'):.2f} points of error "
+        f"and {table.spread('cross_entropy'):.4f} of cross entropy.",
         "",
-        f"**{number} are few.** The paper reports one number a column, without seeds. {table.describe_seeds()}"
+        f"**{number} are few.** The paper reports one number per column, without seeds. {table.describe_seeds()}"
         f"The joint intervals of the differences are ±{100 * width['error']:.2f} points and "
-        f"±{width['cross_entropy']:.3f}. Most of the paper's differences are smaller, so that these runs can neither "
-        "confirm nor exclude them.",
+        f"±{width['cross_entropy']:.3f}. Most of the paper's differences are smaller: these runs can neither confirm "
+        "nor exclude them.",
         "",
         "## Claim by claim",
         "",
@@ -251,11 +251,11 @@ def main() -> None:
         "",
         "`torchace run table2`: ResNet-110, 64,000 steps of batches of 128, bf16, one NVIDIA H200, torch 2.11.0. "
         f"{PROVENANCE} {describe_repetition(table)}"
-        "The control arm (one classifier with small initial weights) is an experiment of its own, `table2_control`; at "
-        "full length it has not been run. "
-        "[A quarter of the length](table2_short.md) has it, with four seeds.",
+        "The control (one classifier with small initial weights) is the experiment `table2_control`; it has not been "
+        "run at full length. [At a quarter of the length](table2_short.md), it was run with four seeds.",
         "",
-        "One file a run, with its training curve: `docs/results/table2_full`. Written by `benchmarks/table2_page.py`.",
+        "One file per run, with its training curve: `docs/results/table2_full`. Written by "
+        "`benchmarks/table2_page.py`.",
     ]
     (RESULTS / "table2.md").write_text("\n".join(lines) + "\n", "utf-8")
 

@@ -1,4 +1,4 @@
-"""The estimators on real tables, beside what a data scientist would use instead.
+"""The estimators on real tables, compared with common alternatives.
 
     python benchmarks/tabular.py --tables FOLDER --jobs 16 --out tabular.json --page tabular.md
     python benchmarks/tabular.py --render --out tabular.json --page tabular.md

@@ -96,7 +96,7 @@ def classification_aims(means: pd.DataFrame) -> list[list[str]]:
         rows.append(["log loss at most 0.85 of the old defaults'", f"{ratio:.3f}", verdict(ratio <= 0.85)])
     better = {name: interval(scores[name] - scores[BASE]) for name in scores if name != BASE}
     losses = [name for name, (_, high) in better.items() if high < 0]
-    rows.append(["log loss above no contender's beyond the noise", ", ".join(losses) or "none", verdict(not losses)])
+    rows.append(["no contender with a significantly lower log loss", ", ".join(losses) or "none", verdict(not losses)])
     error = means["calibration_error"].unstack()[BASE].mean()
     rows.append(["calibration error at most 0.035", f"{error:.4f}", verdict(error <= 0.035)])
     if OLD in scores:
@@ -110,7 +110,7 @@ def classification_aims(means: pd.DataFrame) -> list[list[str]]:
         ratio, (low, _) = fit[AUTO] / fit[BASE], better[AUTO]
         rows.append(["λ auto costs at most 1.5 fits", f"{ratio:.2f}", verdict(ratio <= 1.5)])
         gap = difference(scores[AUTO] - scores[BASE])
-        rows.append(["λ auto does not lose beyond the noise", gap, verdict(low <= 0)])
+        rows.append(["λ auto is not significantly worse", gap, verdict(low <= 0)])
     return rows
 
 
@@ -127,29 +127,30 @@ def headline(scores: pd.DataFrame, metric: str) -> str:
     higher = metric == "r2"
     estimator = "NCLRegressor" if higher else "ACEClassifier"
     peers = scores[[name for name in scores if not name.startswith(BASE)]].mean().sort_values(ascending=not higher)
-    text = f"`{estimator}` in its defaults has a mean {METRICS[metric]} of {scores[BASE].mean():.3f}"
+    text = f"With its defaults, `{estimator}` has a mean {METRICS[metric]} of {scores[BASE].mean():.3f}"
     text += f" ({scores[OLD].mean():.3f} with the old defaults)" if OLD in scores else ""
     if not len(peers):
         return text + "."
     low, high = interval(scores[BASE] - scores[peers.index[0]])
     return (
-        f"{text}; the best other contender, {peers.index[0]}, has {peers.iloc[0]:.3f} "
+        f"{text}. The best other model, {peers.index[0]}, has {peers.iloc[0]:.3f} "
         f"(95 % interval of the difference: {low:+.3f} to {high:+.3f})."
     )
 
 
 def notes(results: dict[str, Any], runs: pd.DataFrame) -> list[str]:
-    """How the numbers were measured, and what is missing."""
+    """Describe how the numbers were measured, and missing results."""
     place = results["environment"]
     lines = [
-        f"At most {results['max_rows']:,} training rows, all other rows (at most 5,000) for the scores. Every "
+        f"At most {results['max_rows']:,} rows for training and all other rows (at most 5,000) for the scores. Every "
         "contender has its own defaults, one thread and the same splits. Means over seeds, then over tables; "
-        "intervals are paired, with tables as the unit (t, 95 %). The aims compare CPU seconds. Times come from "
-        f"{results['jobs']} processes at a time ({place['cpu']}, torch {place['torch']}, commit {place['commit']}).",
+        "intervals are paired, with tables as the unit (t, 95 %). The targets compare CPU seconds. "
+        f"{results['jobs']} processes ran at a time ({place['cpu']}, torch {place['torch']}, commit "
+        f"{place['commit']}).",
     ]
     networks = "TabM_D and RealMLP_TD are pytabkit's"
     if results["peer_device"] != "cpu":
-        networks += f"; their times are those of a GPU (`{results['peer_device']}`) that all processes share"
+        networks += f"; they were timed on a GPU (`{results['peer_device']}`) that all processes shared"
     lines += [f"{networks}. `MLP` and `bagged MLP` (ten of them) are scikit-learn's, which do not scale targets."]
     lines += [f"{package} was not installed; its models are missing." for package in results["left_out"]]
     if "error" in runs:
@@ -176,9 +177,9 @@ def page(results: dict[str, Any]) -> str:
     if "diversity" in runs:
         chosen = runs[runs["model"] == AUTO]["diversity"].dropna()
         counts = ", ".join(f"λ={value:g}: {count}" for value, count in chosen.value_counts().sort_index().items())
-        sections += [f"λ auto chose, number of fits: {counts}.", ""] if len(chosen) else []
+        sections += [f"Number of fits by the λ that λ auto chose: {counts}.", ""] if len(chosen) else []
     return "\n".join(
         ["# The estimators on real tables", "", " ".join(findings), ""]
-        + ["## Aims", "", measure.table(["aim", "measured", "met"], aims), "", *sections]
+        + ["## Targets", "", measure.table(["target", "measured", "met"], aims), "", *sections]
         + ["## How it was measured", "", "\n\n".join(notes(results, runs)), ""]
     )

@@ -1,4 +1,4 @@
-"""Fine-tune one network into eight that disagree where they should.
+"""Fine-tune one network into eight members by low-rank adapters.
 
     python examples/adapters_digits.py
 

@@ -1,4 +1,4 @@
-"""Tables of every kind, most of them odd, as files that a user might have."""
+"""Random tables of every kind, many of them unusual, as files."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_public_names_are_reachable():
             assert name in dir(torchace)
 
 
-def test_all_is_consistent():
+def test_public_names_are_consistent():
     assert len(set(torchace.__all__)) == len(torchace.__all__)
     for name in torchace.__all__:
         assert hasattr(torchace, name), name

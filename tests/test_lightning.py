@@ -74,7 +74,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(x[train], y[train]), TensorDataset(x[val], y[val])
 
 
-# -- what a step is ---------------------------------------------------------------------------------------------------
+# -- training step ----------------------------------------------------------------------------------------------------
 
 
 class Recording(ACEModule):
@@ -151,7 +151,7 @@ def test_trains_digits_to_95_percent(tmp_path):
     assert (probs.argmax(1) == val.tensors[1]).float().mean() == pytest.approx(tested["test_accuracy"], abs=1e-6)
 
 
-# -- what is logged ---------------------------------------------------------------------------------------------------
+# -- logging ----------------------------------------------------------------------------------------------------------
 
 
 def test_scores_are_those_of_the_whole_split(tmp_path):

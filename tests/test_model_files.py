@@ -1,4 +1,4 @@
-"""Model directories on the disk: where they may go, and saves that stop half-way."""
+"""Model directories on disk: paths, and interrupted saves."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ def saved(tmp_path: Path) -> tuple[Path, EnsembleModule]:
     return tmp_path / "model", save_example(tmp_path / "model")
 
 
-# -- places ------------------------------------------------------------------------------------------------------------
+# -- paths -------------------------------------------------------------------------------------------------------------
 
 
 def test_replaces_a_model(saved: tuple[Path, EnsembleModule]) -> None:
@@ -87,7 +87,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
-# -- saves that stop ---------------------------------------------------------------------------------------------------
+# -- interrupted saves -------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

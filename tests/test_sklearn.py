@@ -1,4 +1,4 @@
-"""The estimators: scikit-learn's own checks, and what a data scientist relies on beside them."""
+"""The estimators: scikit-learn's checks, and behavior beyond them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_pipelines_and_grid_searches(kind: type) -> None:
         fresh.predict(X)
 
 
-# -- the result is a function of data, parameters and random_state ----------------------------------------------------
+# -- reproducibility --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
@@ -223,7 +223,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
         ACEClassifier.load(tmp_path / "model").partial_fit(IRIS_X, IRIS_Y)
 
 
-# -- what is computed -------------------------------------------------------------------------------------------------
+# -- computation ------------------------------------------------------------------------------------------------------
 
 
 def test_members_are_independent_without_diversity() -> None:
@@ -280,7 +280,7 @@ def test_no_probability_is_above_one() -> None:
     assert float(raw.max()) <= 1
 
 
-def test_a_regressor_answers_in_the_targets_units() -> None:
+def test_a_regressor_predicts_in_the_targets_units() -> None:
     y = 1e6 + 1e3 * SUGAR_Y
     model = small(NCLRegressor, epochs=60).fit(SUGAR_X, y)
     reference = small(NCLRegressor, epochs=60).fit(SUGAR_X, SUGAR_Y)
@@ -389,7 +389,7 @@ def test_the_schedule_is_the_one_asked_for(schedule: str | None, stops: bool, la
     assert train_config.learning_rate_at(99) / train_config.learning_rate == pytest.approx(last, abs=1e-3)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_bad_targets() -> None:
     with pytest.raises(ValueError, match="one class"):
         small().fit(IRIS_X, np.zeros(150))
     model = small().partial_fit(IRIS_X, IRIS_Y)
-    with pytest.raises(ValueError, match="Expected labels out of"):
+    with pytest.raises(ValueError, match="Expected labels in"):
         model.partial_fit(IRIS_X, IRIS_Y + 1)
     with pytest.raises(ValueError, match="first call"):
         model.partial_fit(IRIS_X, IRIS_Y, classes=[0, 1])

@@ -1,4 +1,4 @@
-"""Intervals over seeds and samples: known cases, and how often they cover the truth."""
+"""Intervals over seeds and samples: known cases and coverage."""
 
 from __future__ import annotations
 

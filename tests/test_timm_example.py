@@ -1,4 +1,4 @@
-"""A timm network as an ensemble, by timm's own means: what examples/timm_digits.py shows."""
+"""A timm network as an ensemble, as in examples/timm_digits.py."""
 
 from __future__ import annotations
 

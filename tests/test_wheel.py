@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own: what PyPI would show, the bare library, and all code of README and docs."""
+"""The wheel in a separate environment: metadata for PyPI, the bare library, and all code of README and docs."""
 
 from __future__ import annotations
 

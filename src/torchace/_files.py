@@ -53,7 +53,7 @@ def read_npz(path: StrPath, names: Collection[str] | None = None) -> dict[str, N
     except (OSError, ValueError):
         raise
     except Exception as error:  # of zipfile, zlib and numpy's header reader
-        raise ValueError(str(error) or "it is no NPZ file") from error
+        raise ValueError(str(error) or "it is not an NPZ file") from error
     if other := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
         raise ValueError(f"{other[0]!r} is not an array")
     return arrays

@@ -23,7 +23,7 @@ Json = dict[str, Any]
 FORMAT = "torchace model"
 FORMAT_VERSION = 2
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
-REPAIR = "copy the model again or save it anew"
+REPAIR = "copy or save the model again"
 
 
 class ModelFileError(ValueError):
@@ -87,7 +87,7 @@ def read_manifest(directory: StrPath) -> Json:
     except OSError as error:
         raise ModelFileError(f"{file} cannot be read ({error.strerror}); check its permissions.") from error
     except ValueError as error:
-        raise ModelFileError(f"{file} is not the JSON that was written; {REPAIR}.") from error
+        raise ModelFileError(f"{file} is not valid JSON; {REPAIR}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ModelFileError(f"{file} is not a manifest of torchace; give the directory of a model that it saved.")
     if (version := manifest.get("format_version")) != FORMAT_VERSION:
@@ -111,4 +111,4 @@ def read_weights(directory: StrPath, manifest: Json) -> dict[str, Tensor]:
     try:
         return {name: tensor.clone() for name, tensor in load_safetensors(data).items()}
     except SafetensorError as error:
-        raise ModelFileError(f"{file} is not a safetensors file that can be read; {REPAIR}.") from error
+        raise ModelFileError(f"{file} is not a valid safetensors file; {REPAIR}.") from error

@@ -167,7 +167,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         codes = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
         unknown = self.classes_[codes] != y
         if unknown.any():
-            raise ValueError(f"Expected labels out of {self.classes_}, but got {y[unknown][0]!r}.")
+            raise ValueError(f"Expected labels in {self.classes_}, but got {y[unknown][0]!r}.")
         return codes.astype(np.int64)
 
 
@@ -226,7 +226,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         return self._squeeze(mean), self._squeeze(np.sqrt(np.square(spread) + self._residual_variance))
 
     def predict_interval(self, X: ArrayLike, coverage: float = 0.9) -> NDArray[np.float64]:
-        """Return limits that hold a share `coverage` of new targets, `(N, 2)`, or `(N, M, 2)` for several targets.
+        """Return limits that contain a fraction `coverage` of new targets, `(N, 2)`, or `(N, M, 2)` for several.
 
         The limits are those of CV+: out-of-fold residuals around the predictions of the members that left out their
         fold. Training must have used `early_stopping="folds"`, the default from 200 samples on.

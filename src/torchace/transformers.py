@@ -194,7 +194,7 @@ def _is_causal_model(network: nn.Module) -> bool:
 def _check_arguments(arguments: Any, kwargs: dict[str, Any]) -> None:
     """Refuse options of the Trainer that do not work on ensembles."""
     if kwargs.get("compute_loss_func") is not None:
-        raise ValueError("Expected no `compute_loss_func`: the loss is `diversity` or `loss`.")
+        raise ValueError("Expected no `compute_loss_func`. Set the loss with `diversity` or `loss`.")
     if arguments is None:
         return
     refused = {

@@ -192,7 +192,7 @@ def test_files(tmp_path):
     assert diagnose_file(tmp_path / "w.npz").numbers["member_weights"] == pytest.approx([0.2] * 5)
 
 
-class Bomb:
+class CodeInPickle:
     def __reduce__(self):
         return (sys.exit, (99,))
 
@@ -212,9 +212,9 @@ def test_bad_files_raise_one_sentence(tmp_path):
     diagnose_error("There is no file", "none.npz")
     (tmp_path / "a.txt").write_text("logits", "utf-8")
     diagnose_error(r"Expected a \.npz or \.safetensors file", "a.txt")
-    write_npz(logits=np.array([Bomb()], dtype=object))
+    write_npz(logits=np.array([CodeInPickle()], dtype=object))
     diagnose_error("not a .npz file of plain arrays")
-    (tmp_path / "a.npz").write_bytes(pickle.dumps({"logits": Bomb()}))
+    (tmp_path / "a.npz").write_bytes(pickle.dumps({"logits": CodeInPickle()}))
     diagnose_error("not a .npz file of plain arrays")
     write_npz()
     data = (tmp_path / "a.npz").read_bytes()

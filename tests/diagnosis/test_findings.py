@@ -178,7 +178,7 @@ def test_invariance_to_member_order():
         assert {f.name: f.severity for f in one.findings} == {f.name: f.severity for f in other.findings}
 
 
-# -- ensembles that were trained --------------------------------------------------------------------------------------
+# -- trained ensembles ------------------------------------------------------------------------------------------------
 
 
 def test_trained_separate_networks():

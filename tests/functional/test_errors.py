@@ -1,4 +1,4 @@
-"""Bad input: each a one-sentence error that says what was expected, what came and what to do."""
+"""Invalid input: one-sentence errors that state what was expected, what was given and what to do."""
 
 from __future__ import annotations
 
@@ -426,7 +426,7 @@ OTHERS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: ace.ensemble_log_probs(LOGITS, link="identity"),
         ValueError,
-        r"Predictions with link='identity' have no log-probabilities; ensemble_probs averages them\.",
+        r"Predictions with link='identity' have no log-probabilities\. Use ensemble_probs\.",
     ),
     (
         lambda: ace.ensemble_probs(LOGITS, member_weights=[0.5, 0.6]),

@@ -205,7 +205,7 @@ def test_an_impossible_label_costs_infinity_as_in_torch(label_smoothing: float) 
 
 @pytest.mark.parametrize("diversity", [0.0, 0.5])
 @pytest.mark.parametrize("how", ["ignored", "weight 0", "own weight 0"])
-def test_a_sample_that_does_not_count_may_be_infinite(how: str, diversity: float) -> None:
+def test_an_ignored_sample_may_be_infinite(how: str, diversity: float) -> None:
     logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     target = torch.tensor([0, 2, 3])
     expected, expected_gradient = value_and_gradient(
@@ -227,7 +227,7 @@ def test_a_sample_that_does_not_count_may_be_infinite(how: str, diversity: float
         assert not gradient[:, 1].any()
 
 
-def test_binary_and_ncl_samples_that_do_not_count_may_be_huge() -> None:
+def test_ignored_binary_and_ncl_samples_may_be_huge() -> None:
     outputs = torch.tensor([[1.0, 1e30], [0.5, -1e30]], requires_grad=True)
     weight = torch.tensor([1.0, 0.0])
     for loss in (binary_amended_cross_entropy, negative_correlation):

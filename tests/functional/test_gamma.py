@@ -1,4 +1,4 @@
-"""The two scales of the knob."""
+"""Conversion between λ and the paper's γ."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from torchace.functional import diversity_from_gamma, gamma_from_diversity
 
 
 @given(st.floats(0, 1), st.integers(2, 1000), st.sampled_from(["ace", "ncl"]))
-def test_there_and_back(diversity: float, num_members: int, loss: str) -> None:
+def test_conversion_round_trip(diversity: float, num_members: int, loss: str) -> None:
     gamma = gamma_from_diversity(diversity, num_members, loss)
     again = diversity_from_gamma(gamma, num_members, loss)
     assert 0 <= again <= 1

@@ -80,7 +80,10 @@ def test_features_of_each_member(kind: str, shared_head: bool) -> None:
     target = torch.randint(C, (N,), generator=torch.Generator().manual_seed(2))
     _, *heads = inputs()
     results = []
-    for compute in (full_of_own, lambda *args, **options: linear_amended_cross_entropy(*args, chunk_rows=4, **options)):
+    for compute in (
+        own_loss,
+        lambda *args, **options: linear_amended_cross_entropy(*args, chunk_rows=4, **options),
+    ):
         features = torch.randn(K, N, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         own = [features.requires_grad_(), *(head.detach().requires_grad_() for head in heads)]
         given = own
@@ -93,7 +96,7 @@ def test_features_of_each_member(kind: str, shared_head: bool) -> None:
         torch.testing.assert_close(one, other, **CLOSE)
 
 
-def full_of_own(features: Tensor, heads: Tensor, bias: Tensor | None, *args: Any, **options: Any) -> Tensor:
+def own_loss(features: Tensor, heads: Tensor, bias: Tensor | None, *args: Any, **options: Any) -> Tensor:
     logits = torch.stack([x @ head.T for x, head in zip(features, heads, strict=True)])
     return amended_cross_entropy(logits if bias is None else logits + bias[:, None], *args, **options)
 

@@ -113,16 +113,16 @@ def test_vmap_over_every_axis_that_can_vary(loss: Loss) -> None:
     alphas = torch.randn(6, 3, generator=g, dtype=torch.float64).softmax(1)
     weights = torch.rand(6, 3, 4, generator=g, dtype=torch.float64)
 
-    def all_of_it(z: Tensor, y: Tensor, lam: Tensor, alpha: Tensor, weight: Tensor) -> Tensor:
+    def full_loss(z: Tensor, y: Tensor, lam: Tensor, alpha: Tensor, weight: Tensor) -> Tensor:
         return loss(z, y, lam, member_weights=alpha, sample_weight=weight)
 
     arguments = (outputs, targets, lams, alphas, weights)
-    expected = torch.stack([all_of_it(*row) for row in zip(*arguments, strict=True)])
-    assert_close(vmap(all_of_it)(*arguments), expected, **CLOSE)
-    gradients = vmap(grad(all_of_it))(*arguments)
+    expected = torch.stack([full_loss(*row) for row in zip(*arguments, strict=True)])
+    assert_close(vmap(full_loss)(*arguments), expected, **CLOSE)
+    gradients = vmap(grad(full_loss))(*arguments)
     for i in range(6):
         leaf = outputs[i].clone().requires_grad_()
-        all_of_it(leaf, *(value[i] for value in arguments[1:])).backward()
+        full_loss(leaf, *(value[i] for value in arguments[1:])).backward()
         assert_close(gradients[i], leaf.grad, **CLOSE)
     # λ alone, another axis of the logits, and two sweeps nested
     fixed = vmap(lambda lam: loss(outputs[0], targets[0], lam))(lams)

@@ -276,7 +276,7 @@ def test_an_impossible_true_class_costs_infinity(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nan_and_inf_show(bad: float, way: str) -> None:
+def test_nan_and_inf_are_visible(bad: float, way: str) -> None:
     case = random_case(2, 3, 20)
     case.outputs[1, 0, 2] = bad
     value, gradient = ours(case, way)
@@ -300,7 +300,7 @@ def test_no_sample_that_counts_is_nan_as_in_torch(way: str) -> None:
 @pytest.mark.skipif(not ON_GPU, reason="on a CPU labels are checked")
 @pytest.mark.parametrize("label", [20, -1, 1 << 40])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_label_that_is_no_class_shows(label: int, weighted: bool) -> None:
+def test_a_label_outside_the_classes_is_visible(label: int, weighted: bool) -> None:
     case = random_case(2, 3, 20, **({"weight": torch.ones(20).double()} if weighted else {}))
     case.target[1] = label
     assert ours(case, "whole")[0].isnan()

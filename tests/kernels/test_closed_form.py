@@ -84,7 +84,7 @@ def test_pieces_cover_every_sample_once(monkeypatch: pytest.MonkeyPatch, piece: 
     assert_close(leaf.grad, exact.gradient(), **CLOSE)
 
 
-def test_which_way_is_taken() -> None:
+def test_conditions_for_the_closed_form() -> None:
     logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
     target = torch.tensor([0, 1, 2])
 

@@ -1,4 +1,4 @@
-"""The GPU's kernels are compiled for one that need not be there."""
+"""The GPU kernels compile without a GPU."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""When kernels are used."""
+"""Conditions under which kernels are used."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ def test_no_triton(gpu: pytest.MonkeyPatch) -> None:
     assert not runs_kernels(GPU)
 
 
-def test_the_compiler_can_trace_the_question(gpu: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_a_kernel_can_be_compiled(gpu: pytest.MonkeyPatch) -> None:
     @cache
     def kernel_by_default(device: torch.device) -> bool:
         raise AssertionError("not while compiling")

@@ -1,4 +1,4 @@
-"""All scores in one metric: what functional says of all data at once, whatever the batches."""
+"""All scores in one metric: equal to `functional` on all data at once, for any batches."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_no_gradient_is_kept():
     assert not any(score.requires_grad for score in metrics.compute().values())
 
 
-def test_sure_members_stay_finite():
+def test_confident_members_stay_finite():
     logits = torch.tensor([[[1e4, -1e4]], [[-1e4, 1e4]]])
     metrics = EnsembleMetrics(2, 2)
     metrics.update(logits, torch.tensor([0]))

@@ -1,4 +1,4 @@
-"""Scores for every link: what EnsembleMetrics and plain arithmetic say, whatever the batches."""
+"""Scores for every link: equal to EnsembleMetrics and plain arithmetic, for any batches."""
 
 from __future__ import annotations
 

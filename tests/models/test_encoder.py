@@ -1,4 +1,4 @@
-"""The encoder of tables: what it computes, in which precision, how it is saved, and that other runtimes agree."""
+"""The encoder of tables: values, precision, files, and equal results in other runtimes."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_shapes_are_checked(shape):
         encoder()(torch.zeros(shape, dtype=torch.float64))
 
 
-# -- making ------------------------------------------------------------------------------------------------------------
+# -- construction ------------------------------------------------------------------------------------------------------
 
 
 def test_description():
@@ -217,7 +217,7 @@ def test_as_the_trunk_of_smoc(tmp_path):
     assert torch.equal(load_model(tmp_path / "model").predict_proba(RAW), made.predict_proba(RAW))
 
 
-def test_training_leaves_it_alone():
+def test_training_does_not_change_the_encoder():
     made = ensemble()
     before = state(made.trunk)
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.1, weight_decay=0.1)
@@ -243,7 +243,7 @@ def test_an_encoder_that_was_modified_is_not_described(tmp_path):
         load_model(tmp_path / "model")
 
 
-# -- elsewhere ---------------------------------------------------------------------------------------------------------
+# -- compile and ONNX -------------------------------------------------------------------------------------------------
 
 
 def test_compiled():

@@ -1,4 +1,4 @@
-"""Small classifiers of timm and transformers with random weights, and what an ensemble's first step must be."""
+"""Small classifiers of timm and transformers with random weights, and the expected first step of an ensemble."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def transformers_host(kind: str) -> Host:
 TRANSFORMERS = ("vit", "convnext", "resnet", "bert", "roberta", "distilbert", "gpt2")
 
 
-def line_two(logits: Tensor, target: Tensor, diversity: float) -> Tensor:
+def expected_gradient(logits: Tensor, target: Tensor, diversity: float) -> Tensor:
     """DESIGN, mathematics, line 2, uniform weights: the gradient at `(K, N, C)` logits of the members' mean losses."""
     probs = logits.softmax(2)
     truth = F.one_hot(target, logits.shape[2]).to(probs)
@@ -116,7 +116,7 @@ def naive_gradients(
     outputs = [network(**inputs) for network in networks]
     outputs = [getattr(output, "logits", output) for output in outputs]
     logits = torch.stack(outputs).detach()
-    for output, gradient in zip(outputs, line_two(logits, target, diversity), strict=True):
+    for output, gradient in zip(outputs, expected_gradient(logits, target, diversity), strict=True):
         output.backward(gradient)
     gradients = [{n: p.grad for n, p in network.named_parameters() if p.grad is not None} for network in networks]
     mean = {name: torch.stack([one[name] for one in gradients]).mean(0) for name in gradients[0] if name in shared}

@@ -1,4 +1,4 @@
-"""Networks of all kinds, each with an input: what people stack."""
+"""Networks of all kinds, each with an input."""
 
 from __future__ import annotations
 

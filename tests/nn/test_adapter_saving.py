@@ -222,10 +222,10 @@ def test_adapters_of_another_model_are_refused(saved: tuple[nn.Module, list[Path
     with pytest.raises(ModelFileError, match="another rank or alpha"):
         load_adapters(model, [folders[0], *other])
     fewer = adapt(model, 1, adapter="low_rank", rank=2, alpha=5.0, layers=["0"], freeze=True)
-    with pytest.raises(ModelFileError, match=r"is not in both .* train them alike"):
+    with pytest.raises(ModelFileError, match=r"is not in both .* adapt the same layers"):
         load_adapters(model, [folders[0], *fewer.save_adapters(tmp_path / "fewer")])
     classes = adapt(nn.Sequential(*model[:4], four[4]), 1, adapter="low_rank", rank=2, alpha=5.0, freeze=True)
-    with pytest.raises(ModelFileError, match=r"'4.bias' is not in both .* with one shape; train them alike"):
+    with pytest.raises(ModelFileError, match=r"'4.bias' is not in both .* with the same shape; adapt the same layers"):
         load_adapters(model, [folders[0], *classes.save_adapters(tmp_path / "classes")])
 
 

@@ -1,4 +1,4 @@
-"""`StackedEnsemble` of networks that people use, against the same members one after another, in float64."""
+"""`StackedEnsemble` of common networks, against the same members one after another, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members that differ in more than parameters and buffers are refused, whatever it is; those that do not are taken."""
+"""Members that differ in more than parameters and buffers are refused; others are accepted."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def cyclic(value: int) -> list[Any]:
 
 CLASS_ATTRIBUTES = ("factor", "power", "root")
 
-# made anew for each member; equal for equal arguments, different for 1 and 2
+# created for each member; equal for equal arguments, different for 1 and 2
 MAKERS: dict[str, Any] = {
     "number": lambda v: v,
     "word": str,

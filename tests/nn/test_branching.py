@@ -145,7 +145,7 @@ def test_trunk_backward_runs_once(num_members: int) -> None:
 
 
 @pytest.mark.parametrize("at", ["first", "middle"])
-def test_the_model_is_left_alone(at: str) -> None:
+def test_the_model_is_not_changed(at: str) -> None:
     model = Net()
     model.middle.requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
@@ -392,7 +392,7 @@ def test_timm_networks(kind: str, at: str) -> None:
     ) == sum(p.numel() for p in model.parameters())
 
 
-def test_parts_under_the_callers_switches() -> None:
+def test_split_under_no_grad_and_autocast() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         ensemble = branch(Net(), K, at="last")
     assert ensemble(torch.randn(6, 4)).requires_grad

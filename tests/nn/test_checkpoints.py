@@ -1,4 +1,4 @@
-"""Models that were trained before, as an ensemble: every way their weights are saved, and what is refused."""
+"""Ensembles of trained models: every format of their weights, and errors."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_modules_with_a_state_of_their_own(tmp_path):
     assert member.seen == 7
 
 
-# -- several things in one file ---------------------------------------------------------------------------------------
+# -- several state dicts in one file ----------------------------------------------------------------------------------
 
 
 def test_weights_beside_the_model(tmp_path):
@@ -242,7 +242,7 @@ def test_several_state_dicts(tmp_path):
         Ensemble.from_checkpoints(net, [tmp_path / "a.pth"], state_key="ema")
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_mismatch_names_the_file_and_the_weight(change, said, prefix, suffix, 
     assert "\n" not in message
 
 
-class Bomb:
+class CodeInPickle:
     def __reduce__(self):
         return (os.mkdir, ("bomb",))
 
@@ -279,9 +279,9 @@ class Bomb:
 def test_files_that_would_run_code_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(train_model(), "module.pt")
-    torch.save({"state_dict": train_model().state_dict(), "callback": Bomb()}, "bomb.ckpt")
-    Path("pickle.pt").write_bytes(pickle.dumps({"weight": Bomb()}))
-    with pytest.raises(ModelFileError, match=r"pickle\.pt is not a file of torch\.save"):
+    torch.save({"state_dict": train_model().state_dict(), "callback": CodeInPickle()}, "bomb.ckpt")
+    Path("pickle.pt").write_bytes(pickle.dumps({"weight": CodeInPickle()}))
+    with pytest.raises(ModelFileError, match=r"pickle\.pt is not a valid file of torch\.save"):
         Ensemble.from_checkpoints(net, ["pickle.pt"])
     for name in ("module.pt", "bomb.ckpt"):
         with pytest.raises(ModelFileError, match=rf"{name} holds more than tensors, .* Save its weights alone"):
@@ -296,15 +296,15 @@ def test_damaged_and_missing_files(tmp_path):
         data = (tmp_path / name).read_bytes()
         for end in (0, 5, len(data) // 2, len(data) - 30):
             (tmp_path / name).write_bytes(data[:end])
-            with pytest.raises(ModelFileError, match=r"that can be read; copy it again"):
+            with pytest.raises(ModelFileError, match=r"is not a valid .*; copy it again"):
                 Ensemble.from_checkpoints(net, [tmp_path / name])
     (tmp_path / "text.pt").write_text("weights of my model", encoding="utf-8")
-    with pytest.raises(ModelFileError, match=r"text\.pt is not a file of torch\.save"):
+    with pytest.raises(ModelFileError, match=r"text\.pt is not a valid file of torch\.save"):
         Ensemble.from_checkpoints(net, [tmp_path / "text.pt"])
     with pytest.raises(ModelFileError, match="There is no checkpoint file at"):
         Ensemble.from_checkpoints(net, [tmp_path / "none.pt"])
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
-    with pytest.raises(ModelFileError, match="holds a Tensor and no weights by name"):
+    with pytest.raises(ModelFileError, match="contains a Tensor, not a state dict"):
         Ensemble.from_checkpoints(net, [tmp_path / "tensor.pt"])
     torch.save({"epoch": 3, "lr": 0.1}, tmp_path / "empty.pt")
     with pytest.raises(ModelFileError, match="has no state dict; it has 'epoch', 'lr'"):

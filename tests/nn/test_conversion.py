@@ -1,4 +1,4 @@
-"""stack_classifiers: any host, K heads; the mathematics against K whole networks, and what is refused."""
+"""stack_classifiers: K heads on any host, against K separate networks; errors."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_heads_are_like_the_one_replaced(bias: bool, dtype: torch.dtype) -> None
         lambda z: SimpleNamespace(logits=z),
     ],
 )
-def test_where_the_logits_are(pack: Any) -> None:
+def test_logits_are_found_in_every_type_of_output(pack: Any) -> None:
     torch.manual_seed(0)
     ensemble = stack_classifiers(Returning(pack), K)
     x = torch.randn(7, 4)
@@ -327,13 +327,13 @@ class Cosine(nn.Linear):
         (lambda: nn.Sequential(nn.LazyLinear(5)), "has no shape yet"),
     ],
 )
-def test_unfit_models_are_refused(build: Any, message: str) -> None:
+def test_unsupported_models_are_refused(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         stack_classifiers(build(), K)
 
 
 @pytest.mark.extended
-def test_unfit_hosts_are_refused() -> None:
+def test_unsupported_hosts_are_refused() -> None:
     model, _, _ = timm_host("test_resnet", "fc")
     model.reset_classifier(0)
     with pytest.raises(ValueError, match=r"returns Identity. Build the model with num_classes=C"):

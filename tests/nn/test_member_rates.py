@@ -1,4 +1,4 @@
-"""Members with rates of their own move as they do alone."""
+"""Members with their own learning rates train as they do alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Known elementwise optimizers train stacked members; others are refused before they move anything."""
+"""Known elementwise optimizers train stacked members; others are refused before their first update."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_training_on_a_mesh_equals_one_process_with_the_whole_batch() -> None:
     assert [part["gathered"] is None for part in parts] == [False, False, True, True]
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------------
+# -- communication ----------------------------------------------------------------------------------------------------
 
 
 def step_sizes(width: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[tuple[str, int]]]:
@@ -337,7 +337,7 @@ def test_save_model_writes_one_model_of_all_members(tmp_path: Path) -> None:
     assert set(problems[1:]) == {"RuntimeError: The first rank failed; see its error message."}
 
 
-# -- one process, and wrong use ---------------------------------------------------------------------------------------
+# -- one process, errors ----------------------------------------------------------------------------------------------
 
 
 def test_one_process_has_all_members() -> None:

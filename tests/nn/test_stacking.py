@@ -1,4 +1,4 @@
-"""Stacked members whose forward is followed, against the same members one after another."""
+"""Stacked forward passes, against the same members one after another."""
 
 import copy
 from collections.abc import Callable

@@ -232,7 +232,7 @@ def test_ignored_samples(dense, ignore_index):
     torch.testing.assert_close(found, fitted, rtol=0, atol=1e-12)
 
 
-def test_where_no_sample_counts():
+def test_all_samples_ignored():
     logits, target = case()
     target = torch.full_like(target, -100)
     weights = MemberWeights(4).double()

@@ -1,4 +1,4 @@
-"""Crop and flip one pixel at a time: slow and obvious."""
+"""Crop and flip one pixel at a time: slow and simple."""
 
 from __future__ import annotations
 

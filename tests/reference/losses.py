@@ -1,4 +1,4 @@
-"""The losses of DESIGN, "Mathematics", as slow and obvious as they can be written.
+"""The losses of DESIGN, "Mathematics", written slowly and simply.
 
 Everything is float64. Members and samples are Python loops; only the classes of one sample form a vector. Every loss
 comes three times: its value, its gradient by the closed form, and its gradient by autograd over one member's own loss

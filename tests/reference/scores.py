@@ -1,4 +1,4 @@
-"""The scores of DESIGN, as slow and obvious as they can be written: float64, loops over members and samples."""
+"""The scores of DESIGN, slow and simple: float64, loops over members and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a table is coded, cell by cell and in exact fractions: slow and obvious."""
+"""Encoding of a table, cell by cell and in exact fractions: slow and simple."""
 
 from __future__ import annotations
 

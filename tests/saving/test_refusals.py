@@ -1,4 +1,4 @@
-"""Files that are not as they were written: each refused in a sentence."""
+"""Altered files: each is refused in one sentence."""
 
 import hashlib
 import json
@@ -55,11 +55,11 @@ def change_version(file: Path, version: int) -> None:
 
 MANIFESTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (Path.unlink, "There is no model"),
-    "flipped": (lambda file: flip(file, 200), "altered|not the JSON"),
-    "truncated": (truncate, "not the JSON"),
-    "empty": (lambda file: file.write_bytes(b""), "not the JSON"),
+    "flipped": (lambda file: flip(file, 200), "altered|not valid JSON"),
+    "truncated": (truncate, "not valid JSON"),
+    "empty": (lambda file: file.write_bytes(b""), "not valid JSON"),
     "a directory": (to_directory, "Is a directory"),
-    "not UTF-8": (lambda file: file.write_bytes(b"\xff\xfe{}"), "not the JSON"),
+    "not UTF-8": (lambda file: file.write_bytes(b"\xff\xfe{}"), "not valid JSON"),
     "a list": (lambda file: file.write_text("[]"), "is not a manifest of torchace"),
     "of another tool": (lambda file: file.write_text("{}"), "is not a manifest of torchace"),
     "newer": (lambda file: change_version(file, 3), "update torchace"),
@@ -103,7 +103,7 @@ def test_refuses_weights(name: str, saved: tuple[Path, EnsembleModule]) -> None:
 
 
 @pytest.mark.parametrize("make", [to_pickle, to_pickle_of_torch, lambda file: file.write_bytes(b"\xff" * 100)])
-def test_refuses_a_pickle_that_the_manifest_vouches_for(
+def test_refuses_a_pickle_with_a_matching_checksum(
     make: Callable[[Path], Any], saved: tuple[Path, EnsembleModule]
 ) -> None:
     file = saved[0] / "weights.safetensors"
@@ -112,7 +112,7 @@ def test_refuses_a_pickle_that_the_manifest_vouches_for(
     del content["sha256"]
     content["weights_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     (saved[0] / "manifest.json").write_text(json.dumps(with_checksum(content)))
-    load_error(saved[0], "not a safetensors file")
+    load_error(saved[0], "not a valid safetensors file")
 
 
 def test_refuses_places_without_a_model(tmp_path: Path) -> None:

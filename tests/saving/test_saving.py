@@ -1,4 +1,4 @@
-"""Saving and loading: exact round trips of every kind, architectures of one's own, arguments."""
+"""Saving and loading: exact round trips of every kind, custom architectures, arguments."""
 
 import os
 from collections.abc import Callable
@@ -178,7 +178,7 @@ def test_saved_on_a_gpu_loads_on_the_cpu(tmp_path: Path) -> None:
     assert ensemble.member_weights.is_cuda
 
 
-# -- architectures of one's own ----------------------------------------------------------------------------------------
+# -- custom architectures ----------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):

@@ -1,4 +1,4 @@
-"""Runs `torchace` commands as processes of their own that have imported everything already.
+"""Runs `torchace` commands in forked processes in which everything is already imported.
 
 Started as a program, it imports what commands need, and then forks a process for each command that it is sent: a
 command that is to be killed need not spend seconds on imports first.
@@ -136,7 +136,7 @@ def _child(
     """Does a command and ends.
 
     Args:
-        arguments: What is typed after `torchace`.
+        arguments: Arguments of `torchace`.
         folder: Where; what is printed is written to `stdout` and `stderr` in it.
         every: Seconds between checkpoints.
         page: Whether a page is written instead of a report.

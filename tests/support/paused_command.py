@@ -1,4 +1,4 @@
-"""`torchace run` that waits for a signal in the middle of its work, so that a test can stop or kill it there.
+"""`torchace run` that waits for a signal during training, so that a test can stop or kill it.
 
 `python -m tests.support.paused_command run ...` waits once it has saved a checkpoint.
 """

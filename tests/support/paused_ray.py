@@ -1,4 +1,4 @@
-"""`torchace run --ray` whose workers wait in the middle of their work, so that a test can stop or kill them there.
+"""`torchace run --ray` whose workers wait during training, so that a test can stop or kill them.
 
 With `python -m tests.support.paused_ray FILE run ... --ray ...` run groups wait until FILE exists or the sweep stops.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 
-def held_sender(must_wait: Callable[[str], bool]) -> type:
+def make_paused_sender(must_wait: Callable[[str], bool]) -> type:
     """A `Sender` whose run groups wait after a checkpoint while they must; `must_wait` gets the group's name."""
     from torchace.lab.sweeps.ray import Sender
 
@@ -32,7 +32,7 @@ def main() -> None:
     from torchace.lab.sweeps import ray as on_ray
 
     go = Path(sys.argv.pop(1))
-    on_ray.Sender = held_sender(lambda group: group.startswith("calm") and not go.exists())  # type: ignore[misc]
+    on_ray.Sender = make_paused_sender(lambda group: group.startswith("calm") and not go.exists())  # type: ignore[misc]
     cli.main()
 
 

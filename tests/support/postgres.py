@@ -1,4 +1,4 @@
-"""A PostgreSQL server of a test's own, where one is installed."""
+"""A temporary PostgreSQL server, if PostgreSQL is installed."""
 
 from __future__ import annotations
 

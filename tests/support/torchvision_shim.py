@@ -1,4 +1,4 @@
-"""Lets `import torchvision` work beside a CPU build of torch, for which no matching torchvision is published.
+"""Lets `import torchvision` work with a CPU build of torch, for which no matching torchvision is published.
 
 The published torchvision carries compiled operators for another build of torch; they do not load, and its import then
 fails on operators that were never declared. Declaring their schemas first is enough to import it, for timm's networks

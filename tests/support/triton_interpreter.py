@@ -1,4 +1,4 @@
-"""Triton's interpreter beside NumPy 2.4: to it, bounds of loops are arrays of one number, which int() takes no more."""
+"""Patch for Triton's interpreter with NumPy 2.4: its loop bounds are arrays of one number, which int() rejects."""
 
 import builtins
 from typing import Any

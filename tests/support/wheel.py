@@ -1,4 +1,4 @@
-"""The package as its users have it: a wheel, in an environment with the packages that it declares and no others."""
+"""The package as users install it: a wheel, in an environment with only the declared packages."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def diagnose(
 
     The checks: collapse and copies, members at chance level, co-adaptation (members accurate only together), a dominant
     member, no gain over the best member, diversity on the training data only, calibration, classes with low recall.
-    A warning exceeds sampling noise.
+    Warnings are beyond sampling noise.
 
     Args:
         logits: Members' logits on test samples, `(K, N, C)`.

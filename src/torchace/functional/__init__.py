@@ -1,4 +1,4 @@
-"""Pure tensor functions: every formula of the library, one subject a file."""
+"""Pure tensor functions: every formula of the library, one subject per file."""
 
 from torchace.functional.ace import amended_cross_entropy, diversity_from_gamma, gamma_from_diversity
 from torchace.functional.binary import binary_amended_cross_entropy

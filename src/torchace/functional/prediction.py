@@ -36,7 +36,7 @@ def ensemble_log_probs(
     """
     _checks.check_choice(link, "link", _checks.LINKS)
     if link == "identity":
-        raise ValueError("Predictions with link='identity' have no log-probabilities; ensemble_probs averages them.")
+        raise ValueError("Predictions with link='identity' have no log-probabilities. Use ensemble_probs.")
     if link == "sigmoid":
         _checks.check_members_first(logits, "logits")
         log_q = F.logsigmoid(logits.to(compute_dtype(logits)))

@@ -86,7 +86,7 @@ class EnsembleMetrics(MemberMetric):
         num_members: K.
         num_classes: C.
         num_bins: Bins of the calibration error.
-        ignore_index: Class index that does not count.
+        ignore_index: Class index to ignore.
         **kwargs: Options of `torchmetrics.Metric`.
 
     Example:

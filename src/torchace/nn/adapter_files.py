@@ -138,13 +138,13 @@ def read_adapter(folder: StrPath, model: nn.Module) -> AdapterFile:
             f"{file} cannot be read ({error_reason(error)}); save the adapter as safetensors: pickles are never read."
         ) from error
     if mark and mark.get("sha256") != _digest(saved, config):
-        raise ModelFileError(f"{folder} was altered after it was written; copy the adapter again or save it anew.")
+        raise ModelFileError(f"{folder} was altered after it was written; copy or save the adapter again.")
     tensors: dict[str, Tensor] = {}
     weights = dict(model.named_parameters(remove_duplicate=False))
     for key, tensor in saved.items():
         name = key.removeprefix(PREFIX)
         if not tensor.isfinite().all():
-            raise ModelFileError(f"{file} has values in {key!r} that are not finite; save the adapter anew.")
+            raise ModelFileError(f"{file} has values in {key!r} that are not finite; save the adapter again.")
         if ".lora_embedding_" in name:
             raise ModelFileError(f"{folder} adapts an embedding, which cannot be loaded; train the adapter without it.")
         shared = weights.get(name.replace(".base_layer.", "."))
@@ -175,7 +175,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or not isinstance(alpha, int | float):
-        raise ModelFileError(f"{folder / CONFIG} has r={rank!r} and lora_alpha={alpha!r}, not numbers; save it anew.")
+        raise ModelFileError(f"{folder / CONFIG} has r={rank!r} and lora_alpha={alpha!r}, not numbers; save it again.")
     return config
 
 

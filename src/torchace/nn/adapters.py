@@ -170,7 +170,7 @@ class AdaptedEnsemble(StackedEnsemble):
         stacked: The network. Its shared parameters have the shapes they have in the model.
         options: The arguments of `adapt`.
         class_axis: The axis of the classes in a member's logits of more than two axes, 1 or -1. The first unambiguous
-            forward sets it; set it yourself where both axes fit.
+            forward sets it; set it yourself if both axes fit.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class AdaptedEnsemble(StackedEnsemble):
         (peft's `modules_to_save`). peft is not needed; `load_adapters` makes an ensemble of such folders.
 
         Args:
-            folder: Where to write the folders `member_0`, `member_1`, ...
+            folder: Parent of the folders `member_0`, `member_1`, ...
 
         Returns:
             The members' folders.
@@ -309,9 +309,9 @@ class AdaptedEnsemble(StackedEnsemble):
 def load_adapters(model: nn.Module, folders: Sequence[StrPath], *, link: str = "softmax") -> AdaptedEnsemble:
     """Make one ensemble of low-rank adapters in the format of peft, computed in one pass.
 
-    The adapters belong to `model`, have one rank, one alpha and the same layers, and each may have its own head or
+    The adapters belong to `model`, have the same rank, alpha and layers; each may have its own head or
     other own layers (peft's `modules_to_save`). The model is copied and frozen; adapters and own layers can be trained
-    further. DoRA, rsLoRA and other variants of LoRA are refused. peft is not needed.
+    further. DoRA, rsLoRA and other variants of LoRA raise an error. peft is not needed.
 
     Args:
         model: The model on which the adapters were trained, with the weights it had then.
@@ -338,11 +338,13 @@ def load_adapters(model: nn.Module, folders: Sequence[StrPath], *, link: str = "
     first, shapes = files[0], [{(name, t.shape) for name, t in file.tensors.items()} for file in files]
     for file, own_shapes in zip(files, shapes, strict=True):
         if (file.rank, file.alpha) != (first.rank, first.alpha):
-            raise ModelFileError(f"{file.folder} has another rank or alpha than {first.folder}; train them alike.")
+            raise ModelFileError(
+                f"{file.folder} has another rank or alpha than {first.folder}; use the same for all adapters."
+            )
         if differ := own_shapes ^ shapes[0]:
             name, _ = min(differ)
             raise ModelFileError(
-                f"{name!r} is not in both {first.folder} and {file.folder} with one shape; train them alike."
+                f"{name!r} is not in both {first.folder} and {file.folder} with the same shape; adapt the same layers."
             )
     values = {name: torch.stack([file.tensors[name] for file in files]) for name in first.tensors}
     layers = sorted(name.removesuffix(FACTORS["A"]) for name in values if name.endswith(FACTORS["A"]))

@@ -97,7 +97,7 @@ class _Tracer(fx.Tracer):
         if kind == "placeholder" and args:  # an argument with a default value, on which `if` statements may depend
             return args[0]
         if _global_modes() != self.modes:
-            raise ValueError("it switches gradients or autocast around a step, which its parts would not do")
+            raise ValueError("it switches gradients or autocast on or off, which a split forward would not repeat")
         return super().create_proxy(kind, target, args, kwargs, *rest, **named)
 
 
@@ -145,7 +145,7 @@ def _trace(model: nn.Module, at: str) -> fx.Graph:
     where = f"The forward of {type(model).__name__}, or of a module around {at!r},"
     if str(graphs[0]) != str(graphs[1]):
         raise ValueError(
-            f"{where} differs between training and evaluation, which its parts cannot do. Use layers that follow the "
+            f"{where} differs between training and evaluation, so it cannot be split. Use layers that follow the "
             f"mode (nn.Dropout for F.dropout, nn.BatchNorm2d for F.batch_norm). {ADVICE}"
         )
     # fx's name for tensors that the model does not hold

@@ -56,14 +56,14 @@ def _read_state(path: Path, key: str | None) -> State:
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, ValueError) as error:
-        raise ModelFileError(f"{path} is not a safetensors file that can be read; copy it again.") from error
+        raise ModelFileError(f"{path} is not a valid safetensors file; copy it again.") from error
     except Exception as error:  # of pickle, zipfile or torch
-        problem = "is not a file of torch.save that can be read; copy it again"
+        problem = "is not a valid file of torch.save; copy it again"
         if "GLOBAL" in str(error) or "TorchScript" in str(error):
             problem = f"holds more than tensors, and reading it would run code in the file. {WEIGHTS_ALONE}"
         raise ModelFileError(f"{path} {problem}.") from error
     if not isinstance(content, Mapping):
-        raise ModelFileError(f"{path} holds a {type(content).__name__} and no weights by name. {WEIGHTS_ALONE}.")
+        raise ModelFileError(f"{path} contains a {type(content).__name__}, not a state dict. {WEIGHTS_ALONE}.")
     if key is None and _is_state(content):
         return dict(content)
     keys = [name for name, value in content.items() if _is_state(value) and key in (None, name)]
@@ -102,8 +102,8 @@ def _match_names(state: State, model: nn.Module, path: Path, prefix: str | None)
             by_tensor = {id(own[name]): value for name, value in weights.items()}  # tied: saved under one name
             return {name: weights.get(name, by_tensor.get(id(value))) for name, value in own.items()}
     raise ModelFileError(
-        f"{path} does not fit {type(model).__name__}: {problem}. It has {_quote(state)}. If it has other weights too, "
-        "give the start of the model's names: prefix=...."
+        f"{path} does not fit {type(model).__name__}: {problem}. It has {_quote(state)}. If it also has other weights, "
+        "select the model's by the prefix of their names: prefix=...."
     )
 
 

@@ -22,11 +22,11 @@ from torchace.nn.heads import MemberHeads, make_head
 def stack_classifiers(
     model: nn.Module, num_members: int, *, head: str | None = None, rank: int | None = None, link: str = "softmax"
 ) -> StackedClassifiers:
-    """Replace a model's last linear layer by K new ones; the rest, trained or not, becomes their shared trunk.
+    """Replace a model's last linear layer with K new ones; the rest, trained or not, becomes their shared trunk.
 
     The trunk is computed once, forward and backward, and receives the mean of the heads' gradients (the paper's
     Algorithm 2). The model is copied, not changed. The new heads have the old head's device and type, and a bias if it
-    had one. Such heads converge to each other for every λ < 1 (see `SMOC`); members of `branch` have more own layers.
+    had one. Such heads converge to each other for every λ < 1 (see `SMOC`); members of `branch` differ in more layers.
 
     The default `head` is the model's `get_classifier()` (timm), else the last linear layer with `config.num_labels`
     outputs (transformers), else the linear layer registered last. If it does not compute the logits, the first forward
@@ -91,7 +91,7 @@ class StackedClassifiers(EnsembleModule):
 
     Attributes:
         class_axis: The axis of the classes in host logits of more than two axes, 1 or -1. The first unambiguous forward
-            sets it; set it yourself where both axes fit.
+            sets it; set it yourself if both axes fit.
     """
 
     def __init__(self, host: nn.Module, head: str, num_members: int, num_classes: int, link: str = "softmax") -> None:
@@ -167,7 +167,7 @@ class StackedClassifiers(EnsembleModule):
                 raise ValueError(
                     f"Expected a model that treats each class separately after its layer {self.head!r}, but a change "
                     "of one member's logits changed those of another: the model acts over all classes there (softmax, "
-                    "normalize, a mean, ...), which are all members' classes now. Let it return the output of "
+                    "normalize, a mean, ...), which mixes the classes of all members. Let it return the output of "
                     f"{self.head!r} and do the rest with the ensemble's logits (K, N, C), or use branch(model, "
                     f"{self.num_members}, at={self.head!r}), which copies all layers from there on."
                 )
@@ -291,7 +291,7 @@ def check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
     if is_parametrized(linear) or linear._forward_pre_hooks or linear._forward_hooks or not _is_plain(linear):
         raise ValueError(
             f"Expected the classifier {name!r} to compute what an nn.Linear does, but it has a parametrization, hooks "
-            "or another forward, which new heads would not have. Replace it by an nn.Linear, or use branch."
+            "or another forward, which new heads would not have. Replace it with an nn.Linear, or use branch."
         )
     names = [path for path, module in modules.items() if module is linear]
     own = {f"{path}.weight".removeprefix(".") for path in names}

@@ -74,7 +74,7 @@ class Ensemble(EnsembleModule):
         names and shapes must match the model's.
 
         Args:
-            make_model: Returns a model, whose weights are then replaced; or a list of such functions, one a path.
+            make_model: Returns a model, whose weights are then replaced; or a list of such functions, one per path.
             paths: One file for each member.
             trunk: The part that the members share, if any, with its weights.
             link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.

@@ -210,7 +210,7 @@ class SMOC(EnsembleModule):
 
     The trunk is computed once, forward and backward, and receives the mean of the classifiers' gradients.
     Linear heads that see the same features converge to each other for every λ < 1: check their `disagreement`.
-    Members of `branch` have more own layers.
+    Members of `branch` differ in more layers.
 
     Args:
         trunk: Maps an input to features `(N, D)`.

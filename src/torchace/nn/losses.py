@@ -120,9 +120,9 @@ class AmendedCrossEntropyLoss(MemberLoss):
         diversity: λ in [0, 1], a number or a 0-dimensional tensor. The attribute may be changed between steps.
         member_weights: The paper's α, `(K,)`; uniform unless given here or in a call.
         weight: Class weights, `(C,)`.
-        ignore_index: Class index that does not count.
+        ignore_index: Class index to ignore.
         label_smoothing: Share of the target that is spread evenly over the classes.
-        detach_others: False lets gradients flow into the other members; for ablation alone.
+        detach_others: False lets gradients flow into the other members; for ablation only.
         reduction: `"mean"`, `"sum"` or `"none"`.
 
     Example:
@@ -270,7 +270,7 @@ class MemberWeights(nn.Module):
         Args:
             logits: Members' logits, `(K, N, C, ...)`.
             target: Class indices `(N, ...)`, or class probabilities `(N, C, ...)`.
-            ignore_index: Class index that does not count. If none counts, loss and gradient are 0.
+            ignore_index: Class index to ignore. If all samples are ignored, loss and gradient are 0.
         """
         return mixture_cross_entropy(logits, target, self(), ignore_index=ignore_index)
 

@@ -93,7 +93,7 @@ def save_model(
 def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
     """Load an ensemble that `save_model` saved, bit for bit, on the CPU and in evaluation mode.
 
-    Altered files are refused, and no code in them is run. The manifest (λ, class names, extra, ...) becomes the
+    Altered files raise an error, and code in files is never run. The manifest (λ, class names, extra, ...) becomes the
     ensemble's attribute `manifest`, a dictionary.
 
     Args:
@@ -122,7 +122,8 @@ def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
         plain = rebuild(manifest["kind"], manifest["architecture"], manifest["num_members"], manifest["link"])
         plain.load_state_dict(tensors, assign=True)
     except Exception as error:  # a manifest may describe anything
-        raise ModelFileError(f"{path} describes no ensemble that fits its weights; {files.REPAIR}.") from error
+        problem = f"The description of the ensemble in {path} does not fit its weights"
+        raise ModelFileError(f"{problem}; {files.REPAIR}.") from error
     is_stacked = manifest["kind"] == "stacked"
     ensemble = StackedEnsemble(plain.members, link=plain.link) if is_stacked else plain  # type: ignore[arg-type]
     ensemble.set_member_weights(manifest["member_weights"])

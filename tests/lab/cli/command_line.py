@@ -1,4 +1,4 @@
-"""The command line as tests call it, and small tables to call it on."""
+"""Calls of the command line for tests, and small tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
 
 
 class Invoke:
-    """Calls `torchace.lab.cli.app.main` as if it had been typed."""
+    """Calls `torchace.lab.cli.app.main` in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capsys = monkeypatch, capsys
@@ -62,7 +62,7 @@ def assert_one_sentence(outcome: Outcome, *words: str) -> None:
         assert word in outcome.err, (word, outcome.err)
 
 
-def everything_in(folder: Path) -> dict[str, str]:
+def folder_contents(folder: Path) -> dict[str, str]:
     """Every file, folder and link, with what it holds."""
     found = {}
     for path in sorted(folder.rglob("*")):

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it exits with, and one sentence for everything that is wrong."""
+"""The command line: output, exit codes and one-sentence errors."""
 
 import errno
 import io
@@ -84,7 +84,7 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-# -- what works -------------------------------------------------------------------------------------------------------
+# -- valid commands ---------------------------------------------------------------------------------------------------
 
 
 def test_a_sweep_is_run_and_reported(invoke: Invoke, small: Path) -> None:
@@ -136,7 +136,7 @@ def test_brackets_in_names_are_printed(invoke: Invoke, small: Path) -> None:
     assert "'[/red]'" in refused.err
 
 
-def test_a_terminal_sees_how_far_it_is() -> None:
+def test_progress_in_a_terminal() -> None:
     screen = io.StringIO()
     job = GroupPlan("main-0", (RunKey("main", 0.0, 0), RunKey("main", 0.5, 0)))
     with SweepProgress(Console(file=screen, force_terminal=True, width=100)) as progress:
@@ -293,7 +293,7 @@ def test_a_sweep_of_failures_has_a_report_too(invoke: Invoke, small: Path) -> No
     assert (Path("runs") / "small" / "report" / "index.html").exists()
 
 
-# -- what is wrong ----------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def assert_refused(outcome: Outcome, *words: str, code: int = 1) -> None:
@@ -430,7 +430,7 @@ def test_an_invalid_file_is_reported_in_one_sentence(name: str, invoke: Invoke, 
     ("arguments", "words"),
     [
         (["run", "digit"], "but got 'digit'. Did you mean 'digits'?"),
-        (["run", "imagenet"], "Expected an experiment out of branched, demo, digits,"),
+        (["run", "imagenet"], "Expected one of the experiments branched, demo, digits,"),
         (["run", ""], "Cannot read the experiment"),
         (["run", "missing.toml"], "Cannot read the experiment missing.toml: No such file or directory"),
         (["run", "x" * 300], "File name too long"),
@@ -551,7 +551,7 @@ def test_a_directory_in_use_is_refused(invoke: Invoke, small: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["report/index.html", "metrics.csv", "runs/mine.json"])
-def test_what_is_no_sweeps_is_not_written_over(invoke: Invoke, small: Path, name: str) -> None:
+def test_foreign_files_are_not_overwritten(invoke: Invoke, small: Path, name: str) -> None:
     file = Path("mine") / name
     file.parent.mkdir(parents=True)
     file.write_text("my thesis")

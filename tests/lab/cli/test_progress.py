@@ -76,7 +76,7 @@ def test_a_file_has_a_line_for_each_trial_and_no_bars() -> None:
     assert file.getvalue() == ""
 
 
-def test_a_file_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_has_progress_lines_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     file = io.StringIO()

@@ -1,4 +1,4 @@
-"""The commands for a user's own data: what they print and write, and one sentence for everything that is wrong."""
+"""The commands for tables: output, files and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.lab.cli.command_line import (
     TINY,
     Invoke,
     assert_one_sentence,
-    everything_in,
     fake_report,
+    folder_contents,
     houses,
     pets,
     write_table,
@@ -85,7 +85,7 @@ def fitted(data: Path, target: str, out: Path, **settings: Any) -> Path:
     return out
 
 
-# -- one sentence, and nothing written --------------------------------------------------------------------------------
+# -- errors: one sentence, no output ----------------------------------------------------------------------------------
 
 
 def text(frame: pd.DataFrame) -> str:
@@ -349,11 +349,11 @@ def test_invalid_input_is_reported_in_one_sentence_and_nothing_is_written(
 ) -> None:
     arguments, words = REFUSED[name]
     monkeypatch.chdir(bad_place)
-    before = everything_in(bad_place)
+    before = folder_contents(bad_place)
     outcome = invoke(*arguments)
     assert_one_sentence(outcome, *words)
     assert outcome.out == "" or "--out" in arguments[3:]  # scores that cannot be written are printed all the same
-    assert everything_in(bad_place) == before
+    assert folder_contents(bad_place) == before
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2", "pandas", "pyarrow", "optuna"])
@@ -361,7 +361,7 @@ def test_a_missing_package_is_reported_before_training(
     package: str, bad_place: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(bad_place)
-    before = everything_in(bad_place)
+    before = folder_contents(bad_place)
     command = (*TUNE, "--trials", 1) if package == "optuna" else FIT
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
@@ -370,7 +370,7 @@ def test_a_missing_package_is_reported_before_training(
     monkeypatch.setitem(sys.modules, package, None)
     options = TINY[2:-1] if package == "optuna" else TINY[2:]  # a search has no baselines
     assert_one_sentence(invoke(*command, *options), package, "pip install")
-    assert everything_in(bad_place) == before
+    assert folder_contents(bad_place) == before
 
 
 def test_an_export_without_its_packages(bad_place: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +449,7 @@ def test_a_regression_with_a_given_diversity_and_a_report(test: str, here: Path,
 def test_a_repeated_command_reports_the_existing_model(here: Path, invoke: Invoke) -> None:
     command = ("fit", "pets.csv", "--target", "pet", *TINY)
     first = invoke(*command)
-    before = everything_in(here)
+    before = folder_contents(here)
     Path("models/pets.work").mkdir()  # of a process that was killed right after it put the model in place
     again = invoke(*command)
     assert (again.code, again.err) == (0, "")
@@ -457,7 +457,7 @@ def test_a_repeated_command_reports_the_existing_model(here: Path, invoke: Invok
     described = described[described.index("models/pets: classification of 'pet' from 4 columns.") :]
     assert again.out.splitlines() == ["models/pets already holds this model.", *described]
     assert again.out.splitlines()[-1] == "Report: models/pets/report/index.html"
-    assert everything_in(here) == before
+    assert folder_contents(here) == before
     Path("models/pets.work").mkdir()
     Path("models/pets.work/thesis.tex").write_text("years of work")  # the user's own
     assert invoke(*command).code == 0
@@ -470,11 +470,11 @@ def test_a_repeated_command_reports_the_existing_model(here: Path, invoke: Invok
 )
 def test_other_settings_in_the_same_place_are_refused(other: tuple[Any, ...], here: Path, invoke: Invoke) -> None:
     assert invoke("fit", "pets.csv", "--target", "pet", *TINY).code == 0
-    before = everything_in(here)
+    before = folder_contents(here)
     refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, *other)
     name = other[0].removeprefix("--")
     assert_one_sentence(refused, f"models/pets holds another model ({name} was ", "--overwrite", "--out")
-    assert everything_in(here) == before
+    assert folder_contents(here) == before
 
 
 @pytest.mark.usefixtures("no_report")
@@ -492,13 +492,13 @@ def test_an_interrupted_command_resumes_when_repeated(
     command = ("fit", "pets.csv", "--target", "pet", *TINY, "--diversity", "auto")
     real = training.train_members
 
-    def told_to_stop(*args: Any, **options: Any) -> Any:
+    def send_sigterm(*args: Any, **options: Any) -> Any:
         signal.raise_signal(signal.SIGTERM)
         return real(*args, **options)
 
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with monkeypatch.context() as patch:
-        patch.setattr(training, "train_members", told_to_stop)
+        patch.setattr(training, "train_members", send_sigterm)
         outcome = invoke(*command)
     sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to resume.\n"
     assert (outcome.code, outcome.err) == (3, sentence)
@@ -735,15 +735,15 @@ def test_interrupted_predictions_leave_no_output(here: Path, invoke: Invoke, mon
     fitted(Path("pets.csv"), "pet", Path("m"))
     real = TableModel.predict
 
-    def told_to_stop(self: TableModel, frame: Any) -> Any:
+    def send_sigterm(self: TableModel, frame: Any) -> Any:
         signal.raise_signal(signal.SIGTERM)
         return real(self, frame)
 
-    before = everything_in(here)
-    monkeypatch.setattr(TableModel, "predict", told_to_stop)
+    before = folder_contents(here)
+    monkeypatch.setattr(TableModel, "predict", send_sigterm)
     outcome = invoke("predict", "m", "pets.csv", "--out", "p.csv")
     assert outcome == (3, "", "Interrupted. Nothing was written.\n")
-    assert everything_in(here) == before
+    assert folder_contents(here) == before
 
 
 @pytest.mark.usefixtures("no_report")
@@ -806,7 +806,7 @@ def test_a_search_for_lambda(here: Path, invoke: Invoke) -> None:
     assert_one_sentence(invoke(*command, "--epochs", 3), "runs/tune-pets/search", "epochs = 2", "--out")
 
 
-def test_a_search_of_everything(here: Path, invoke: Invoke) -> None:
+def test_a_search_of_all_hyperparameters(here: Path, invoke: Invoke) -> None:
     """The printed `fit` command can be run for any column names."""
     frame = pets().rename(columns={"pet": "the pet's kind", "fur": "--fur"})
     write_table(frame, Path("my pets.csv"))
@@ -892,12 +892,12 @@ def test_any_table_is_fitted_or_refused_in_one_sentence(here: Path, invoke: Invo
     with tempfile.TemporaryDirectory(dir=here) as name:
         folder = Path(name)
         path = table.write(folder)
-        before, model = everything_in(folder), folder / "model"
+        before, model = folder_contents(folder), folder / "model"
         task = () if table.task is None else ("--task", table.task)
         outcome = invoke("fit", path, "--target", table.target, *TINY, *task, "--out", model)
         if outcome.code:
             assert_one_sentence(outcome)
-            assert everything_in(folder) == before
+            assert folder_contents(folder) == before
             return
         assert outcome.err == ""
         assert invoke("evaluate", model, path) == (0, ANYTHING, "")

@@ -1,4 +1,4 @@
-"""Tables for tests, and what a sentence about a bad one must be like."""
+"""Tables for tests, and a check of error messages about invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that cannot be used: each is refused in one sentence that names what is wrong and says what to do."""
+"""Invalid tables: one-sentence errors that name the problem and say what to do."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_an_epoch_goes_through_all_samples(split, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_any_batch_at_any_time(split, options):
+def test_batches_can_be_read_in_any_order(split, options):
     """Asked for in another order, by another object, one batch has the same bits: a run resumes anywhere."""
     batches = Batches(split, 8, seed=3, normalize=NORMALIZE, **options)
     steps = range(batches.steps_per_epoch)
@@ -111,7 +111,7 @@ def test_augmentation_against_reference():
         found.update(matches)
     assert {row for row, _, _ in found} == {column for _, column, _ in found} == set(range(5))
     assert {mirrored for _, _, mirrored in found} == {False, True}
-    assert not torch.equal(batches.batch(1, 0)[0].sort(0).values, x.sort(0).values)  # drawn anew every epoch
+    assert not torch.equal(batches.batch(1, 0)[0].sort(0).values, x.sort(0).values)  # drawn again every epoch
 
 
 def test_augmentation_does_not_move_the_order(split):

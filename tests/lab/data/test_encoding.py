@@ -245,7 +245,7 @@ def test_few_levels_have_a_bin_each():
 
 
 def test_columns_that_do_not_vary_in_training_are_no_features():
-    """Whatever they are later: their weights were never trained."""
+    """Also if they vary later, because their weights were never trained."""
     frame = pets(a=[1.0] * 20 + [2.0] * 10, b=["x"] * 20 + ["y"] * 10, c=[None] * 20 + [1.0, 2.0] * 5)
     encoding = learn_encoding(infer_schema(frame, "pet"), frame.iloc[:20], method="robust")
     assert encoding.feature_names == ["age", "fur = long", "fur = none at all", "fur = short"]
@@ -261,7 +261,7 @@ def test_a_missing_indicator_alone():
 
 
 @pytest.mark.parametrize("value", [1e300, -1e300, 1.7e308, 5e-324])
-def test_wild_values_stay_finite(value):
+def test_extreme_values_stay_finite(value):
     encoding = learn(pets())
     raw = encoding.matrix(pets(1, age=value))
     assert raw[0, 0] == value
@@ -310,7 +310,7 @@ def test_the_same_table_in_every_kind_of_file(tmp_path):
 
 
 def test_a_column_of_other_types_in_other_chunks(tmp_path):
-    """Whole numbers, then numbers, then words; and words for nothing alone: pandas would guess each chunk anew."""
+    """Integers, then floats, then text, then missing values only: pandas would infer each chunk separately."""
     cells = {
         "a": [str(i) for i in range(20)] + [f"{i}.50" for i in range(20)] + ["x", "y"] * 10,
         "b": ["1", "2"] * 10 + [""] * 20 + ["True", "False"] * 10,

@@ -1,4 +1,4 @@
-"""Image files that are not what they should be: each is refused in one sentence that names the file."""
+"""Malformed image files: one-sentence errors that name the file."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_content_that_is_not_the_official_one(tmp_path, monkeypatch, source):
     ],
 )
 def test_random_damage(tmp_path, name, file, original):
-    """Whatever is done to a file, it is read or refused in one sentence; no other error comes out."""
+    """A damaged file is read or refused in one sentence; there is no other error."""
     writers.write_mnist(tmp_path)
     writers.write_cifar(tmp_path)
     sentences = []

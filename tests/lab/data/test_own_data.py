@@ -1,4 +1,4 @@
-"""Own arrays and tables as data sets, and the sentences about bad ones."""
+"""Arrays and tables as data sets, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def at(values: Tensor, index: int, value: float) -> Tensor:
         ((X, Y * 0), {}, "The training data has only one class; give at least two."),
         ((X[:, :1], Y), {}, r"The test samples are \(2,\) of float, but training samples are \(1,\) of float;"),
         ((X.byte(), Y), {}, r"The test samples are \(2,\) of float, but training samples are \(2,\) of uint8;"),
-        ((X[:0], Y[:0]), {}, "The training data has no samples; give some."),
+        ((X[:0], Y[:0]), {}, "The training data has no samples; give at least one."),
         ((X, Y), {"task": "multilabel"}, "The training labels of sample 2 are not between 0 and 1;"),
         ((X, at(X[:, 0], 5, math.nan)), {"task": "regression"}, "The training targets have NaN or Inf in sample 5;"),
         (

@@ -134,7 +134,7 @@ def test_types_of_columns(name):
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_cells_are_parsed_independently(name):
-    """Whatever else is in the column: this is what makes chunks the same as the whole."""
+    """Independent of other cells, so that chunks give the same result as the whole column."""
     column, said, _ = COLUMNS[name]
     alone = [texts(column.iloc[i : i + 1]).to_pylist()[0] for i in range(len(column))]
     assert [text and canonical(text) for text in alone] == [text and canonical(text) for text in said]

@@ -1,4 +1,4 @@
-"""Tables from files: what is read, that chunks are the whole, and that damage is refused and nothing is run."""
+"""Tables from files: values, equal results in chunks, errors for damaged files; no code is executed."""
 
 from __future__ import annotations
 
@@ -294,11 +294,11 @@ def test_chunks_equal_the_whole_table(tmp_path, name, rows):
 def test_nothing_is_unpickled(tmp_path):
     """An array of objects would run code when loaded; it is refused."""
 
-    class Bomb:
+    class CodeInPickle:
         def __reduce__(self) -> Any:
             return (open, (str(tmp_path / "ran"), "w"))
 
-    np.savez(tmp_path / "t.npz", x=np.array([Bomb(), Bomb()], dtype=object))
+    np.savez(tmp_path / "t.npz", x=np.array([CodeInPickle(), CodeInPickle()], dtype=object))
     with pytest.raises(DataError, match="Object arrays cannot be loaded"):
         read_table(tmp_path / "t.npz")
     assert not (tmp_path / "ran").exists()
@@ -306,7 +306,7 @@ def test_nothing_is_unpickled(tmp_path):
 
 @pytest.mark.parametrize("name", [*WRITERS, "t.csv.gz"])
 def test_random_damage(tmp_path, name):
-    """Whatever is done to a file, it is read or refused in one sentence; no other error comes out."""
+    """A damaged file is read or refused in one sentence; there is no other error."""
     path = tmp_path / name
     if name == "t.csv.gz":
         path.write_bytes(gzip.compress(WRITERS["t.csv"](tmp_path / "t.csv").read_bytes()))

@@ -1,4 +1,4 @@
-"""Tables that people have: each is understood, or refused in words that say what is wrong."""
+"""Unusual tables: each is accepted, or refused with an error that names the problem."""
 
 from __future__ import annotations
 

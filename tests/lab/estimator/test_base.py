@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.test_sklearn import ESTIMATORS, data, predictions, small
 from torchace.sklearn import ACEClassifier, NCLRegressor
 
-# -- weights of samples -----------------------------------------------------------------------------------------------
+# -- sample weights ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batches", ["shared", "exchanged"])
@@ -37,7 +37,7 @@ def test_partial_fit_weighs_a_sample_by_all_that_came_before() -> None:
     assert model.predict_proba(X)[:, 1].mean() == pytest.approx(0.5, abs=0.1)
 
 
-# -- fits that fail ---------------------------------------------------------------------------------------------------
+# -- failed fits ------------------------------------------------------------------------------------------------------
 
 # what a second call may fail at: other samples, options, and what is raised on the way
 OTHER_X = np.random.default_rng(5).normal(size=(60, 7))

@@ -1,4 +1,4 @@
-"""Members that leave out folds: who trains on what, out-of-fold predictions, temperature, weights as repeats."""
+"""Members that leave out folds: training samples, out-of-fold predictions, temperature, weights as repeats."""
 
 from __future__ import annotations
 

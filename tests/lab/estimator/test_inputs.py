@@ -1,4 +1,4 @@
-"""Tables as they are: categories, dates, truth values and missing values, in Python, in files and in ONNX."""
+"""Raw tables: categories, dates, booleans and missing values, in Python, in files and in ONNX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CV+ against its definition, and the coverage of what the regressor says."""
+"""CV+ against its definition, and the coverage of the regressor's intervals."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_sparse_targets_single_columns_and_refits() -> None:
     frame = pd.DataFrame(X).assign(town=np.where(X[:, 0] > 0, "Ulm", "Rome"))
     models = [ACEClassifier(**TINY).fit(frame, targets) for targets in (y, csr_matrix(y))]
     assert np.array_equal(models[0].predict_proba(frame), models[1].predict_proba(frame))
-    assert fitted.fit(X, y[:, 0]).predict(X).shape == (60,)  # one label a sample again
+    assert fitted.fit(X, y[:, 0]).predict(X).shape == (60,)  # one label per sample again
     assert fitted.fit(X, y).predict(X).shape == (60, 3)
 
 

@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: nothing on the console, every figure visible, no sideways scrolling."""
+"""The page in a headless Chromium: nothing on the console, every figure visible, no horizontal scrolling."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_verdict_and_its_interval_never_disagree(tmp_path: Path, slope: float)
     low, high = re.findall(r"([+−]?)[\d.]+ (?:to|%,)", found.interval.removeprefix("95 % interval "))
     assert ("lowers" in found.verdict) == (high == "−")
     assert ("raises" in found.verdict) == (low == "+")
-    assert ("beyond the noise" in found.verdict) == (low != high)
+    assert ("significantly" in found.verdict) == (low != high)
     (table,) = difference_tables(results)
     for row, difference in zip(table.sections[0].rows, comparison.differences, strict=True):
         assert difference.joint_interval is not None

@@ -50,7 +50,7 @@ def test_the_first_seeds_choose_and_the_others_measure(tmp_path: Path) -> None:
 def test_a_verdict_agrees_with_its_interval(tmp_path: Path, validation: int) -> None:
     for gain in arm_gains(_grid(tmp_path, validation=validation)):
         low, high = (gain.difference and gain.difference.joint_interval) or (0.0, 0.0)
-        assert gain.verdict == ("lower" if high < 0 else "higher" if low > 0 else "within the noise")
+        assert gain.verdict == ("lower" if high < 0 else "higher" if low > 0 else "not significant")
 
 
 def test_a_choice_on_the_test_data_is_corrected(tmp_path: Path) -> None:
@@ -68,5 +68,5 @@ def test_the_report_has_one_map_instead_of_figures_for_each_arm(tmp_path: Path) 
     assert texts[0] == f"−{-100 * arm_gains(results)[0].relative:.1f}*\nλ=0.7"
     page = write_report(tmp_path / "run").read_text()
     assert "The gain of λ by arm" in page
-    assert "λ lowers cross entropy beyond the noise in" in page
+    assert "λ lowers cross entropy significantly in" in page
     assert not list((tmp_path / "run").glob("report/reliability*"))

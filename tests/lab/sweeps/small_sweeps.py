@@ -1,4 +1,4 @@
-"""A small sweep on digits, and what it leaves behind."""
+"""A small sweep on digits, and its files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def poison(monkeypatch: Any, diversity: float, seed: int, member: int) -> None:
     """From now on that member of that run starts with Inf."""
     train_group, group = executor.train_group, None
 
-    def spoilt(arm: Any, data: Any, seeds: list[int], device: str, **options: Any) -> RunGroup:
+    def build_failing_network(arm: Any, data: Any, seeds: list[int], device: str, **options: Any) -> RunGroup:
         network = build_network(arm, data, seeds, device, **options)
         for r, run in enumerate(() if group is None else group.runs):
             if (run.diversity, run.seed) == (diversity, seed):
@@ -83,7 +83,7 @@ def poison(monkeypatch: Any, diversity: float, seed: int, member: int) -> None:
         group = current
         train_group(plan, current, *args)
 
-    monkeypatch.setattr(executor, "build_network", spoilt)
+    monkeypatch.setattr(executor, "build_network", build_failing_network)
     monkeypatch.setattr(executor, "train_group", noted)
 
 

@@ -1,4 +1,4 @@
-"""`torchace.sweep` on own networks: equal to plain training loops, kept in a directory, errors in one sentence."""
+"""`torchace.sweep` on user networks: equal to plain training loops, resumable, one-sentence errors."""
 
 from __future__ import annotations
 
@@ -405,7 +405,7 @@ def test_failed_runs_have_no_metrics() -> None:
         result.ensemble(0.5, 1)
 
 
-def test_equal_members_are_noticed() -> None:
+def test_equal_members_are_detected() -> None:
     trained = CNN()
     with pytest.warns(UserWarning, match="start with the same weights"):
         ace.sweep(lambda: copy.deepcopy(trained), TRAIN, TEST, **SMALL)

@@ -1,4 +1,4 @@
-"""Experiments: what is understood."""
+"""Experiments: parsing of TOML files and overrides."""
 
 import copy
 import math
@@ -127,7 +127,7 @@ def test_whole_numbers_stand_for_numbers() -> None:
     assert [type(value) for value in arm.diversities] == [float, float]
 
 
-def test_what_is_given_stays_as_it_was() -> None:
+def test_content_is_not_modified() -> None:
     content = {**copy.deepcopy(LEAST), "arms": [{"name": "b", "train": {"steps": 3}}]}
     before = copy.deepcopy(content)
     parse_experiment(content)

@@ -1,4 +1,4 @@
-"""Real processes, stopped and killed at any moment: the repeated command ends where an undisturbed one does.
+"""Real processes, stopped and killed at any moment: the repeated command ends where an uninterrupted one does.
 
 `TORCHACE_KILLS` is how many processes are killed, 8 unless set; a fifth of them or more while they write a checkpoint.
 """
@@ -104,7 +104,7 @@ class Sweeping:
         )
 
     def has_results(self) -> int:
-        """How many files there are of finished runs, half-written ones too."""
+        """Number of files of finished runs, including partial ones."""
         return len(list(self.directory.glob("runs/*"))) + len(list(self.directory.glob("runs/.*")))
 
     def _checkpoints(self) -> dict[str, list[str]]:
@@ -156,8 +156,8 @@ def started(server: ForkServer) -> Iterator[Callable[..., Sweeping]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: ForkServer, sweep_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("undisturbed") / "out"
+def uninterrupted(server: ForkServer, sweep_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("uninterrupted") / "out"
     code, out, err = Sweeping(server, sweep_file, directory).end()
     assert (code, err) == (0, "")
     assert "4 of 4 runs are finished." in out
@@ -171,7 +171,7 @@ def finish(sweeping: Sweeping) -> dict[str, Any]:
 
 
 def test_stop_request(
-    sweep_file: Path, undisturbed: dict[str, Any], tmp_path: Path, started: Callable[..., Sweeping]
+    sweep_file: Path, uninterrupted: dict[str, Any], tmp_path: Path, started: Callable[..., Sweeping]
 ) -> None:
     directory = tmp_path / "out"
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -188,11 +188,11 @@ def test_stop_request(
         assert code == 3
         assert err == f"Interrupted. Everything so far is in {directory}; repeat the command to resume.\n"
         assert not sweeping.is_torn()
-    assert finish(started(sweep_file, directory)) == undisturbed
+    assert finish(started(sweep_file, directory)) == uninterrupted
 
 
 def test_killed(
-    sweep_file: Path, undisturbed: dict[str, Any], tmp_path: Path, started: Callable[..., Sweeping]
+    sweep_file: Path, uninterrupted: dict[str, Any], tmp_path: Path, started: Callable[..., Sweeping]
 ) -> None:
     draw = random.Random(KILLS)
     kills = torn = sweeps = 0
@@ -210,14 +210,14 @@ def test_killed(
             torn += sweeping.is_torn()
             continue
         assert code == 0  # it was done before it could be killed
-        assert read_untimed(directory) == undisturbed
+        assert read_untimed(directory) == uninterrupted
         sweeps += 1
         directory = tmp_path / f"out{sweeps}"
     assert kills >= KILLS
     assert torn >= KILLS // 5
     if directory.exists():
         sweeps += 1
-        assert finish(started(sweep_file, directory)) == undisturbed
+        assert finish(started(sweep_file, directory)) == uninterrupted
     print(f"{kills} killed, {torn} of them while a checkpoint was being written; {sweeps} sweeps")
 
 
@@ -225,7 +225,7 @@ def test_an_own_network_killed_ten_times(server: ForkServer, tmp_path: Path, sta
     (tmp_path / "own_code.py").write_text(OWN_CODE)
     file = tmp_path / "own.toml"
     file.write_text(OWN_SWEEP)
-    undisturbed = finish(Sweeping(server, file, tmp_path / "undisturbed"))
+    uninterrupted = finish(Sweeping(server, file, tmp_path / "uninterrupted"))
     kills, sweeps, draw = 0, 0, random.Random(0)
     while kills < 10:
         sweeping = started(file, tmp_path / f"killed{sweeps}")
@@ -235,7 +235,7 @@ def test_an_own_network_killed_ten_times(server: ForkServer, tmp_path: Path, sta
         kills += code != 0
         sweeps += code == 0  # it was done before it could be killed
     for i in range(sweeps + 1):
-        assert finish(started(file, tmp_path / f"killed{i}")) == undisturbed
+        assert finish(started(file, tmp_path / f"killed{i}")) == uninterrupted
 
 
 def _writing(sweeping: Sweeping, draw: random.Random) -> bool:

@@ -1,4 +1,4 @@
-"""From a configuration to networks and recipes."""
+"""From a configuration to networks and train configs."""
 
 from dataclasses import fields
 from typing import Any
@@ -118,7 +118,7 @@ def test_compiled_networks_compute_the_same() -> None:
     assert network.state_dict().keys() == plain.state_dict().keys()
 
 
-def test_a_recipe_takes_everything_from_its_section() -> None:
+def test_a_train_config_takes_all_settings_of_its_section() -> None:
     values: dict[str, Any] = {
         "steps": 7,
         "batches": "exchanged",

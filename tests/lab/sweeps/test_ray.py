@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from tests.lab.sweeps.small_sweeps import command, leftovers, stored_files
-from tests.support.paused_ray import held_sender
+from tests.support.paused_ray import make_paused_sender
 from torchace.lab.cli import app as cli
 from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.cli.terminal import INTERRUPTED, SOME_FAILED
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.extended
 
 PATIENCE = 300.0  # seconds until a process that does not do what it should is given up
 
-# Two jobs whose runs fail at once, then four that last, or wait to be killed: see `held_sender`.
+# Two jobs whose runs fail at once, then four that last, or wait to be killed: see `make_paused_sender`.
 SWEEP = """
 [model]
 hidden = [256]
@@ -72,7 +72,7 @@ name = "calm"
 RUNS, FAILED = 12, 4
 
 
-# -- a cluster, and who works in it -----------------------------------------------------------------------------------
+# -- clusters and workers ---------------------------------------------------------------------------------------------
 
 
 class Nodes:
@@ -147,7 +147,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-# -- a sweep, and what a local one leaves -----------------------------------------------------------------------------
+# -- sweeps, local clusters -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +163,8 @@ def experiment(sweep_file: Path) -> Experiment:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("undisturbed") / "out"
+def uninterrupted(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("uninterrupted") / "out"
     failures = Sweep(experiment, directory).run()
     assert [run.arm for run in failures] == ["wild"] * FAILED
     return stored_files(directory)
@@ -184,16 +184,16 @@ class Counting(Callback):
         self.deaths.append(how)
 
 
-def finished_whole(sweep: Sweep, callback: Counting, undisturbed: dict[str, Any]) -> None:
+def assert_finished(sweep: Sweep, callback: Counting, uninterrupted: dict[str, Any]) -> None:
     """Runs a sweep and compares."""
     failures = sweep.run(callback)
     assert [run.arm for run in failures] == ["wild"] * FAILED
     assert callback.counts == list(range(2, RUNS + 1, 2))  # every job once
-    assert same(sweep.directory, undisturbed)
+    assert same(sweep.directory, uninterrupted)
 
 
-def same(directory: Path, undisturbed: dict[str, Any]) -> bool:
-    ours, theirs = stored_files(directory), {**undisturbed}
+def same(directory: Path, uninterrupted: dict[str, Any]) -> bool:
+    ours, theirs = stored_files(directory), {**uninterrupted}
     for store in (ours, theirs):  # how often the state was saved is no part of a result
         store["experiment.json"] = {**store["experiment.json"], "config": None}
     assert leftovers(directory) == []
@@ -209,15 +209,15 @@ Hold = Callable[[Callable[[str], bool]], None]
 
 @pytest.fixture
 def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
-    """From now on the workers of this test wait while they must, see `held_sender`."""
-    return lambda must_wait: monkeypatch.setattr(on_ray, "Sender", held_sender(must_wait))
+    """From now on the workers of this test wait while they must, see `make_paused_sender`."""
+    return lambda must_wait: monkeypatch.setattr(on_ray, "Sender", make_paused_sender(must_wait))
 
 
-# -- the same numbers after a worker died ------------------------------------------------------------------------------
+# -- lost workers ------------------------------------------------------------------------------------------------------
 
 
 def test_two_nodes_give_what_one_machine_gives(
-    joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path, hold: Hold
+    joined: Nodes, experiment: Experiment, uninterrupted: dict[str, Any], tmp_path: Path, hold: Hold
 ) -> None:
     at_work: dict[Any, int] = {}  # most jobs that wait on a node at once
     directory, go = tmp_path / "out", tmp_path / "go"
@@ -235,13 +235,13 @@ def test_two_nodes_give_what_one_machine_gives(
 
     hold(lambda job: job.startswith("calm") and not go.exists())  # or one node may do it all
     callback = Looking()
-    finished_whole(Sweep(experiment, directory, RayExecutor()), callback, undisturbed)
+    assert_finished(Sweep(experiment, directory, RayExecutor()), callback, uninterrupted)
     assert list(at_work.values()) == [1, 1]  # a job that sends messages keeps its CPU
     assert callback.deaths == []
 
 
 def test_five_workers_killed(
-    joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path, hold: Hold
+    joined: Nodes, experiment: Experiment, uninterrupted: dict[str, Any], tmp_path: Path, hold: Hold
 ) -> None:
     quota = {"calm-0": 3, "calm-1": 2}
     hold(lambda job: job in quota and not (tmp_path / f"go-{job}").exists())
@@ -264,12 +264,12 @@ def test_five_workers_killed(
 
     callback = Killing()
     callback.seen, callback.killed = set(), []
-    finished_whole(Sweep(saved_every(1, experiment), tmp_path / "out", RayExecutor()), callback, undisturbed)
+    assert_finished(Sweep(saved_every(1, experiment), tmp_path / "out", RayExecutor()), callback, uninterrupted)
     assert callback.deaths == ["WorkerCrashedError"] * sum(quota.values())
 
 
 def test_a_node_dies(
-    joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path, hold: Hold
+    joined: Nodes, experiment: Experiment, uninterrupted: dict[str, Any], tmp_path: Path, hold: Hold
 ) -> None:
     nodes = [joined.add()]
     go = tmp_path / "go"
@@ -283,7 +283,7 @@ def test_a_node_dies(
 
     callback = Pulling()
     try:
-        finished_whole(Sweep(experiment, tmp_path / "out", RayExecutor()), callback, undisturbed)
+        assert_finished(Sweep(experiment, tmp_path / "out", RayExecutor()), callback, uninterrupted)
     finally:
         for node in nodes:
             joined.cluster.remove_node(node)
@@ -291,10 +291,10 @@ def test_a_node_dies(
     assert len(callback.deaths) == 1
 
 
-def test_a_job_that_dies_again_and_again_is_given_up_and_the_others_go_on(
+def test_a_group_whose_workers_die_repeatedly_is_skipped(
     joined: Nodes,
     experiment: Experiment,
-    undisturbed: dict[str, Any],
+    uninterrupted: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     hold: Hold,
@@ -317,7 +317,7 @@ def test_a_job_that_dies_again_and_again_is_given_up_and_the_others_go_on(
     callback = Counting()
     sweep.run(callback)
     assert callback.counts == [RUNS]
-    assert same(tmp_path, undisturbed)
+    assert same(tmp_path, uninterrupted)
 
 
 def _runs(directory: Path) -> list[RunKey]:
@@ -327,7 +327,7 @@ def _runs(directory: Path) -> list[RunKey]:
 def test_stopped_and_resumed_from_a_damaged_checkpoint(
     joined: Nodes,
     experiment: Experiment,
-    undisturbed: dict[str, Any],
+    uninterrupted: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     hold: Hold,
@@ -351,15 +351,15 @@ def test_stopped_and_resumed_from_a_damaged_checkpoint(
     }
     state.write_bytes(whole)
     sweep.run()
-    assert same(tmp_path, undisturbed)
+    assert same(tmp_path, uninterrupted)
 
 
-# -- wrong use --------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Calls `torchace.lab.cli.app.main` as if it had been typed."""
+def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Calls `torchace.lab.cli.app.main` in this process."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["torchace", *map(str, arguments)])
@@ -412,11 +412,11 @@ def test_a_gpu_that_torch_does_not_see(joined: Nodes) -> None:
         ("ray://no.such.host.invalid:10001", "Cannot reach a Ray cluster at ray://no.such.host.invalid:10001: "),
     ],
 )
-def test_an_address_that_does_not_answer(
-    address: str, words: str, sweep_file: Path, tmp_path: Path, typed: Callable[..., tuple[int, str, str]]
+def test_an_unreachable_address(
+    address: str, words: str, sweep_file: Path, tmp_path: Path, run_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     port = _free_port()
-    code, out, err = typed("run", sweep_file, "--out", tmp_path / "out", "--ray", address.format(port=port))
+    code, out, err = run_cli("run", sweep_file, "--out", tmp_path / "out", "--ray", address.format(port=port))
     assert (code, out) == (1, "")
     assert err.startswith(f"Error: {words.format(port=port)}")
     assert err.count("\n") == 1
@@ -424,15 +424,15 @@ def test_an_address_that_does_not_answer(
 
 
 def test_runs_that_were_given_up_are_named(
-    sweep_file: Path, tmp_path: Path, typed: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    sweep_file: Path, tmp_path: Path, run_cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def unlucky(*arguments: Any) -> Iterator[None]:
+    def fail_to_train(*arguments: Any) -> Iterator[None]:
         raise UnfinishedRunsError({RunKey("main", 0.5, 1): "its worker died"})
         yield
 
-    monkeypatch.setattr(on_ray, "connect_ray", unlucky)
-    assert typed("run", sweep_file, "--out", tmp_path, "--ray", "local") == (
+    monkeypatch.setattr(on_ray, "connect_ray", fail_to_train)
+    assert run_cli("run", sweep_file, "--out", tmp_path, "--ray", "local") == (
         1,
         "",
         "Run λ=0.5, seed 1 (main) is not finished: its worker died.\n"
@@ -448,7 +448,7 @@ def test_without_ray(sweep_file: Path, tmp_path: Path) -> None:
     assert result.stderr == "Error: Sweeps on Ray need ray: pip install 'torchace[ray]'.\n"
 
 
-def test_a_local_sweep_does_not_know_of_ray() -> None:
+def test_a_local_sweep_does_not_import_ray() -> None:
     code = "import sys, torchace.lab.cli, torchace.lab.cli.progress; print('ray' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
@@ -528,7 +528,7 @@ def drive(sweep_file: Path, tmp_path: Path) -> Iterator[Callable[..., Driving]]:
         driver.close()
 
 
-def ended_whole(driver: Driving, undisturbed: dict[str, Any], already: int = 0) -> None:
+def assert_driver_finished(driver: Driving, uninterrupted: dict[str, Any], already: int = 0) -> None:
     code, out, err = driver.end()
     assert code == SOME_FAILED, err
     assert re.fullmatch(rf"(Run λ=0, seed \d \(wild\) failed at step .*\n){{{FAILED}}}", err)
@@ -537,11 +537,11 @@ def ended_whole(driver: Driving, undisturbed: dict[str, Any], already: int = 0) 
     counts = [int(count) for count in re.findall(rf": (\d+) of {RUNS} runs are finished\.", out)]
     assert counts == list(range(already + 2, RUNS + 1, 2))  # every job once
     assert "Report: " in out
-    assert same(driver.directory, undisturbed)
+    assert same(driver.directory, uninterrupted)
 
 
 def test_a_driver_is_killed_and_stopped_and_repeated_from_outside(
-    nodes: Nodes, drive: Callable[..., Driving], undisturbed: dict[str, Any]
+    nodes: Nodes, drive: Callable[..., Driving], uninterrupted: dict[str, Any]
 ) -> None:
     driver = drive(nodes.address, held=True)
     driver.wait_until(lambda: driver.results() and driver.checkpoints())
@@ -559,12 +559,12 @@ def test_a_driver_is_killed_and_stopped_and_repeated_from_outside(
 
     done = len(driver.results())
     port = nodes.cluster.head_node._ray_params.ray_client_server_port
-    ended_whole(drive(f"ray://{nodes.address.split(':')[0]}:{port}"), undisturbed, done)
+    assert_driver_finished(drive(f"ray://{nodes.address.split(':')[0]}:{port}"), uninterrupted, done)
     assert {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in kept} == kept
 
 
-def test_a_cluster_of_this_machine_goes_with_its_driver(
-    nodes: Nodes, drive: Callable[..., Driving], experiment: Experiment, undisturbed: dict[str, Any]
+def test_a_local_cluster_stops_with_its_driver(
+    nodes: Nodes, drive: Callable[..., Driving], experiment: Experiment, uninterrupted: dict[str, Any]
 ) -> None:
     with short_folder() as folder:
         driver = drive("local", held=True, RAY_TMPDIR=folder)
@@ -576,9 +576,9 @@ def test_a_cluster_of_this_machine_goes_with_its_driver(
         give_up = time.monotonic() + PATIENCE
         while _mentioning(folder):
             assert time.monotonic() < give_up, "Ray's processes outlive their driver"
-    # what was begun on Ray goes on without it
+    # runs started on Ray resume without it
     assert len(Sweep(experiment, driver.directory).run()) == FAILED
-    assert same(driver.directory, undisturbed)
+    assert same(driver.directory, uninterrupted)
 
 
 def _mentioning(folder: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Sweeps in this process: what is trained, what is kept, what is refused."""
+"""Sweeps in this process: trained runs, stored files, errors."""
 
 import errno
 import json
@@ -39,7 +39,7 @@ class Heard(Callback):
         self.counts.append(done)
 
 
-def heard(directory: Path, **sections: Any) -> Heard:
+def run_recorded(directory: Path, **sections: Any) -> Heard:
     callback = Heard()
     Sweep(small(**sections), directory).run(callback)
     return callback
@@ -52,7 +52,7 @@ def after(count: int) -> Callable[[], bool]:
 
 
 def test_every_run_is_written_down_once(tmp_path: Path) -> None:
-    callback = heard(tmp_path)
+    callback = run_recorded(tmp_path)
     assert callback.jobs == ["main-0"]
     assert callback.counts == [0, 4, 4]
     store = stored_files(tmp_path)
@@ -74,7 +74,7 @@ def test_every_run_is_written_down_once(tmp_path: Path) -> None:
     assert one["metrics"]["validation"] is None
     assert [e["step"] for e in one["history"]] == [4, 8, 12]
     files_before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*")}
-    assert heard(tmp_path).counts == [4, 4]  # nothing to do
+    assert run_recorded(tmp_path).counts == [4, 4]  # nothing to do
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*")} == files_before
 
 
@@ -113,18 +113,18 @@ def test_all_kinds_of_batches_and_models(kind: str, model: dict[str, Any], tmp_p
 
 
 def test_groups_have_the_requested_size(tmp_path: Path) -> None:
-    assert heard(tmp_path, sweep={"group_size": 3}).jobs == ["main-0", "main-1"]
+    assert run_recorded(tmp_path, sweep={"group_size": 3}).jobs == ["main-0", "main-1"]
     assert [len(job.runs) for job in RunStore(tmp_path).groups()] == [3, 1]
 
 
 def test_large_networks_are_trained_one_by_one_on_a_cpu(tmp_path: Path) -> None:
     model = {"kind": "smoc", "network": "resnet", "depth": 8, "width": 2}
-    assert heard(tmp_path, model=model, train={"steps": 2}).jobs == [f"main-{i}" for i in range(4)]
+    assert run_recorded(tmp_path, model=model, train={"steps": 2}).jobs == [f"main-{i}" for i in range(4)]
 
 
 @pytest.mark.parametrize("model", [{"kind": "smoc"}, {"kind": "branch", "at": "fc"}, {"dropout": 0.2}], ids=str)
 def test_small_networks_of_any_kind_are_trained_together(tmp_path: Path, model: dict[str, Any]) -> None:
-    assert heard(tmp_path, model=model, train={"steps": 2}).jobs == ["main-0"]
+    assert run_recorded(tmp_path, model=model, train={"steps": 2}).jobs == ["main-0"]
 
 
 def test_arms_share_their_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,17 +134,17 @@ def test_arms_share_their_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     real = prepared.load
     monkeypatch.setattr(prepared, "load", lambda name: loaded.append(name) or real(name))
     arms = [{"name": "a"}, {"name": "b", "train": {"batches": "exchanged"}}, {"name": "c", "data": {"limit": 100}}]
-    assert heard(tmp_path, arms=arms, train={"steps": 2}).jobs == ["a-0", "b-0", "c-0"]
+    assert run_recorded(tmp_path, arms=arms, train={"steps": 2}).jobs == ["a-0", "b-0", "c-0"]
     assert loaded == ["digits", "digits"]
 
 
-# -- adding to a directory --------------------------------------------------------------------------------------------
+# -- extending a run directory ----------------------------------------------------------------------------------------
 
 
 def test_more_seeds_train_only_the_new_ones(tmp_path: Path) -> None:
     run(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.glob("runs/*")}
-    callback = heard(tmp_path, sweep={"seeds": [0, 1, 2]})
+    callback = run_recorded(tmp_path, sweep={"seeds": [0, 1, 2]})
     assert (callback.jobs, callback.counts) == (["main-1"], [4, 6, 6])
     assert {path: path.read_bytes() for path in before} == before
     experiment = stored_files(tmp_path)["experiment.json"]
@@ -153,7 +153,7 @@ def test_more_seeds_train_only_the_new_ones(tmp_path: Path) -> None:
 
 def test_another_diversity_trains_only_the_new_one_and_the_old_ones_stay(tmp_path: Path) -> None:
     run(tmp_path)
-    callback = heard(tmp_path, sweep={"diversities": [0.9]})
+    callback = run_recorded(tmp_path, sweep={"diversities": [0.9]})
     assert (callback.jobs, callback.counts) == (["main-1"], [0, 2, 2])
     assert stored_files(tmp_path)["experiment.json"]["arms"][0]["diversities"] == [0.0, 0.5, 0.9]
     assert len(list(tmp_path.glob("runs/*.json"))) == 6
@@ -172,7 +172,7 @@ def test_an_unfinished_group_is_trained_whole_even_if_fewer_runs_are_requested(t
     run(tmp_path / "a")
     with pytest.raises(Interrupted):
         run(tmp_path / "b", after(6))
-    callback = heard(tmp_path / "b", sweep={"seeds": [0]})
+    callback = run_recorded(tmp_path / "b", sweep={"seeds": [0]})
     assert (callback.jobs, callback.counts) == (["main-0"], [0, 4, 4])
     ours, theirs = stored_files(tmp_path / "a"), stored_files(tmp_path / "b")
     assert {name: value for name, value in ours.items() if "runs" in name} == {
@@ -183,9 +183,9 @@ def test_an_unfinished_group_is_trained_whole_even_if_fewer_runs_are_requested(t
 def test_an_unfinished_group_without_requested_runs_is_not_trained(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         run(tmp_path, after(18), sweep={"group_size": 2})  # six steps into the second of two jobs, λ = 0.5
-    assert heard(tmp_path, sweep={"group_size": 2, "diversities": [0.0]}).jobs == []
+    assert run_recorded(tmp_path, sweep={"group_size": 2, "diversities": [0.0]}).jobs == []
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["main-1"]
-    assert heard(tmp_path, sweep={"group_size": 2}).jobs == ["main-1"]
+    assert run_recorded(tmp_path, sweep={"group_size": 2}).jobs == ["main-1"]
     assert leftovers(tmp_path) == []
 
 
@@ -209,11 +209,13 @@ def test_another_configuration_is_refused(sections: dict[str, Any], key: str, tm
     assert stored_files(tmp_path) == before
 
 
-def test_words_and_saving_may_change(tmp_path: Path) -> None:
+def test_titles_and_checkpoint_settings_may_change(tmp_path: Path) -> None:
     arms = [{"name": "a", "label": "one"}]
     run(tmp_path, arms=arms)
     arms[0]["label"] = "two"
-    callback = heard(tmp_path, arms=arms, title="T", description="D", checkpoint={"steps": 3}, paper={"table": "1"})
+    callback = run_recorded(
+        tmp_path, arms=arms, title="T", description="D", checkpoint={"steps": 3}, paper={"table": "1"}
+    )
     assert callback.jobs == []
     assert stored_files(tmp_path)["experiment.json"]["title"] == "T"
 
@@ -282,7 +284,7 @@ def test_a_deleted_result_is_computed_again(tmp_path: Path) -> None:
     run(tmp_path)
     before = stored_files(tmp_path)
     (tmp_path / "runs" / "main-l0.5-s1.json").unlink()
-    callback = heard(tmp_path)
+    callback = run_recorded(tmp_path)
     assert (callback.jobs, callback.counts) == (["main-0"], [3, 4, 4])
     assert stored_files(tmp_path) == before
 
@@ -332,7 +334,7 @@ def test_checkpoints_of_other_runs_are_not_used(before: dict[str, Any], now: dic
     assert leftovers(tmp_path / "theirs") == []
 
 
-def test_the_same_runs_go_on_though_their_jobs_were_forgotten(tmp_path: Path) -> None:
+def test_runs_resume_without_the_plan_file(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         run(tmp_path, after(8))
     (tmp_path / "jobs.json").unlink()
@@ -412,7 +414,7 @@ def test_weights_that_overflow_in_the_last_step_are_a_failure(tmp_path: Path) ->
     assert all(f.member is not None for f in failures.values())
 
 
-# -- nothing is written for an experiment that cannot be --------------------------------------------------------------
+# -- invalid experiments ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -424,7 +426,7 @@ def test_weights_that_overflow_in_the_last_step_are_a_failure(tmp_path: Path) ->
         ({"model": {"kind": "smoc", "rank": 50}}, "rank"),
     ],
 )
-def test_what_does_not_fit_is_said_before_anything_is_written(
+def test_incompatible_settings_are_refused_before_anything_is_written(
     sections: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises((ConfigError, ValueError), match=words):

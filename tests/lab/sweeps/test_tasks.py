@@ -344,7 +344,7 @@ def test_toml_files_name_data_of_every_kind(kind: str, tmp_path: Path, monkeypat
         )
     )
     if kind.startswith("three"):
-        with pytest.raises(ConfigError, match=r"data.validation: expected no fraction, as .* has validation data"):
+        with pytest.raises(ConfigError, match=r"data.validation: expected no fraction, because .* has validation data"):
             Sweep(load_experiment("own.toml"), tmp_path / "out").run()
         own = tmp_path / "own.toml"
         own.write_text(own.read_text().replace("validation = 0.2", ""))

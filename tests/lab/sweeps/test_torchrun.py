@@ -95,7 +95,7 @@ class Job:
         return [file.read_text() for file in files]
 
     def kill(self, rank: int) -> None:
-        """Kills a rank; the first one, if it is another, goes on to find out."""
+        """Kills a rank; if it is not the first one, the first one detects it."""
         ranks = self.ranks()
         os.kill(ranks[rank], signal.SIGKILL)
         if rank != 0:
@@ -172,27 +172,27 @@ def test_a_killed_rank_ends_the_job_and_the_next_job_resumes(
     killed = time.monotonic()
     assert job.end() == 1
     assert time.monotonic() - killed < 60
-    assert job.rank_outputs() == ["", lost_contact(1)]
+    assert job.rank_outputs() == ["", lost_rank_message(1)]
     assert saved_steps(directory) == [EVERY]
 
-    # another layout goes on from the checkpoint; with --max-restarts by itself
+    # another layout resumes from the checkpoint; with --max-restarts automatically
     job = started(2, file, "--out", str(directory), "--parallel", "data", held=True, restarts=1)
     job.wait_until(lambda: saved_steps(directory) != [EVERY])
     assert saved_steps(directory) == [2 * EVERY]
     job.kill(1)
     assert job.end() == 0, job.rank_outputs()
-    assert job.rank_outputs() == [lost_contact(0), ""]
+    assert job.rank_outputs() == [lost_rank_message(0), ""]
     assert_same_results(results(directory), alone)
 
 
-def lost_contact(rank: int) -> str:
+def lost_rank_message(rank: int) -> str:
     return (
-        f"Error: Rank {rank} lost contact with the others: one of them ended or does not answer. "
-        "What was saved is kept; repeat the command to resume.\n"
+        f"Error: Rank {rank} lost contact with the others: one of them ended or does not respond. "
+        "Checkpoints and finished runs are kept; repeat the command to resume.\n"
     )
 
 
-def test_told_to_stop_and_finished_by_more_processes(
+def test_a_stopped_sweep_is_finished_by_more_processes(
     file: str, alone: dict[str, Any], tmp_path: Path, started: Callable[..., Job]
 ) -> None:
     directory = tmp_path / "out"
@@ -212,7 +212,7 @@ def test_told_to_stop_and_finished_by_more_processes(
     assert job.end() == 0, job.rank_outputs()
     with open(directory / "metrics.csv") as rows:
         steps = [int(row["step"]) for row in csv.DictReader(rows)]
-    assert steps[0] > stopped  # it went on, not began anew
+    assert steps[0] > stopped  # it resumed
     assert_same_results(results(directory), alone)
     # one rank prints and writes
     assert job.rank_outputs() == [""] * 3
@@ -230,7 +230,7 @@ def saved_steps(directory: Path) -> list[int]:
     return [json.loads(file.read_text())["progress"]["step"] for file in files]
 
 
-def test_what_is_wrong_is_said_once(file: str, tmp_path: Path, started: Callable[..., Job]) -> None:
+def test_an_error_is_printed_by_one_rank(file: str, tmp_path: Path, started: Callable[..., Job]) -> None:
     options = ("--set", "train.batches=separate", "--out", str(tmp_path / "out"), "--parallel", "members")
     job = started(2, file, *options)
     assert job.end() == 1

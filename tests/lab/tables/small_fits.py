@@ -1,4 +1,4 @@
-"""Small fits of tables, and what they leave behind."""
+"""Small fits of tables, and their files."""
 
 from __future__ import annotations
 

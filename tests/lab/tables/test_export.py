@@ -1,4 +1,4 @@
-"""The exported graph: the same answers as torch, as the command line and as the files it writes, for any rows."""
+"""The exported graph: the same outputs as torch and the command line, for any rows."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_reported_difference_is_measured(exported: Exported) -> None:
     assert os.listdir(exported.path.parent) == ["model.onnx"]  # one file, without weights beside it
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -179,18 +179,18 @@ def small() -> TableModel:
     return fitted(pets(), "pet")
 
 
-def test_a_graph_that_answers_differently_is_not_written(
+def test_a_graph_with_different_outputs_is_not_written(
     small: TableModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exporter is given an ensemble whose last bias is another one."""
     real = torch.onnx.export
 
-    def spoilt(graph: Any, *args: Any, **options: Any) -> Any:
+    def export_changed_model(graph: Any, *args: Any, **options: Any) -> Any:
         other = copy.deepcopy(graph)
         other.ensemble[0].get_submodule("fc").bias.data[0] += 1e-3
         return real(other, *args, **options)
 
-    monkeypatch.setattr(torch.onnx, "export", spoilt)
+    monkeypatch.setattr(torch.onnx, "export", export_changed_model)
     with pytest.raises(ExportError, match=r"probabilities differs from torch's by .*; nothing was written\.$"):
         export_onnx(small, tmp_path / "model.onnx")
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""A fit of a table: killed anywhere it goes on, and its directory is complete or not there."""
+"""A fit of a table: it resumes after a kill at any point, and its directory is complete or missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from safetensors.torch import load_file
 
 from tests.any_table import AnyTable, any_table
-from tests.lab.cli.command_line import everything_in, houses, pets, write_table
+from tests.lab.cli.command_line import folder_contents, houses, pets, write_table
 from tests.lab.tables.small_fits import done, is_complete, job, read_untimed, weights_digest
 from torchace.lab.data import DataError
 from torchace.lab.data.folds import assign_folds, number_blocks
@@ -40,7 +40,7 @@ def data(tmp_path: Path) -> Path:
     return write_table(pets(), tmp_path / "pets.csv")
 
 
-# -- what a fit leaves ------------------------------------------------------------------------------------------------
+# -- output of a fit --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "make", "target"), KINDS)
@@ -52,7 +52,7 @@ def test_a_models_scores_equal_its_record(
     fit = job(write_table(make(80), tmp_path / name), target, tmp_path / "out", epochs=4, precision=precision)
     model, table = done(fit), fit.table
     assert is_complete(fit.out)
-    assert everything_in(tmp_path).keys() >= {name, "out"}
+    assert folder_contents(tmp_path).keys() >= {name, "out"}
     assert not fit.work.exists()
     for part, rows in (("validation", table.rows["validation"]), ("test", table.rows["test"])):
         scores = model.evaluate(make(80).iloc[rows.numpy()]).metrics
@@ -107,7 +107,7 @@ def test_result_files(data: Path, tmp_path: Path) -> None:
     assert [entry["epoch"] for entry in result["history"]] == list(range(1, len(result["history"]) + 1))
 
 
-def test_disputed_rows_are_those_of_the_file(tmp_path: Path) -> None:
+def test_contested_rows_are_those_of_the_file(tmp_path: Path) -> None:
     frame = pets(100)
     fit = job(write_table(frame, tmp_path / "pets.csv"), "pet", tmp_path / "out", num_members=5)
     model = done(fit)
@@ -216,7 +216,7 @@ def test_a_recorder_receives_all_events(data: Path, tmp_path: Path) -> None:
     assert recorder.steps[-1].step == recorder.steps[-1].steps
 
 
-# -- stopped, and gone on ---------------------------------------------------------------------------------------------
+# -- interruptions ----------------------------------------------------------------------------------------------------
 
 
 class StopAfter:
@@ -231,7 +231,7 @@ class StopAfter:
 
 
 @pytest.mark.parametrize(("name", "make", "target", "diversity"), [(*KINDS[0], None), (*KINDS[1], 0.5)])
-def test_stopped_again_and_again_it_ends_where_it_would_have(
+def test_repeated_interruptions_do_not_change_the_result(
     diversity: float | None, name: str, make: Callable[..., Any], target: str, tmp_path: Path
 ) -> None:
     path = write_table(make(), tmp_path / name)
@@ -265,7 +265,7 @@ class Killed(BaseException):
     """Simulates a killed process, except that `finally` blocks run."""
 
 
-def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int, after: bool) -> None:
+def exit_at_call(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int, after: bool) -> None:
     """The process ends right before or after a certain call."""
     real, calls = getattr(module, name), 0
 
@@ -289,13 +289,13 @@ def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int, af
     [(os, "rename"), (os, "replace"), (shutil, "rmtree")],
 )
 def test_killed_at_every_file_operation(module: Any, name: str, after: bool, data: Path, tmp_path: Path) -> None:
-    expected = job(data, "pet", tmp_path / "undisturbed" / "out")
+    expected = job(data, "pet", tmp_path / "uninterrupted" / "out")
     done(expected)
     deaths = 0
     for call in range(1, 30):
         fit = job(data, "pet", tmp_path / str(call) / "out")
         with pytest.MonkeyPatch.context() as patch:
-            dying(patch, module, name, call, after)
+            exit_at_call(patch, module, name, call, after)
             try:
                 done(fit)
             except Killed:
@@ -353,12 +353,12 @@ def test_a_full_disk_keeps_finished_work(data: Path, tmp_path: Path) -> None:
             break
         assert "No space left" in refused
     assert is_complete(fit.out)
-    undisturbed = job(data, "pet", tmp_path / "undisturbed" / "out", None)
-    done(undisturbed)
-    assert read_untimed(fit.out) == read_untimed(undisturbed.out)
+    uninterrupted = job(data, "pet", tmp_path / "uninterrupted" / "out", None)
+    done(uninterrupted)
+    assert read_untimed(fit.out) == read_untimed(uninterrupted.out)
 
 
-# -- places -----------------------------------------------------------------------------------------------------------
+# -- paths ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_finished_model_is_recognized(data: Path, tmp_path: Path) -> None:
@@ -381,10 +381,10 @@ def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path:
     unfinished = job(data, "pet", tmp_path / "unfinished")
     with unfinished.lock():
         pass
-    before = everything_in(tmp_path)
-    with pytest.raises(RunStoreError, match=rf"unfinished\.work holds another fit, unfinished \({name} was"):
+    before = folder_contents(tmp_path)
+    with pytest.raises(RunStoreError, match=rf"unfinished\.work holds another unfinished fit \({name} was"):
         done(job(data, "pet", tmp_path / "unfinished", **other))
-    assert everything_in(tmp_path) == before
+    assert folder_contents(tmp_path) == before
 
 
 def test_other_data_under_the_same_name_are_refused(data: Path, tmp_path: Path) -> None:
@@ -405,21 +405,21 @@ def test_foreign_working_directory_is_not_touched(name: str, data: Path, tmp_pat
     fit = job(data, "pet", tmp_path / "out")
     (fit.work / name).mkdir(parents=True)
     (fit.work / name / "notes").write_text("!")
-    before = everything_in(tmp_path)
+    before = folder_contents(tmp_path)
     with pytest.raises(
         RunStoreError, match=f"out.work, the working directory of this fit, already holds other files .'{name}'"
     ):
         done(fit)
     fit.remove_work()
-    assert everything_in(tmp_path) == before
+    assert folder_contents(tmp_path) == before
 
 
 def test_another_fits_working_directory_is_not_cleared(data: Path, tmp_path: Path) -> None:
     with job(data, "pet", tmp_path / "out", epochs=2).lock():
         pass
-    before = everything_in(tmp_path)
+    before = folder_contents(tmp_path)
     job(data, "pet", tmp_path / "out").remove_work()
-    assert everything_in(tmp_path) == before
+    assert folder_contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("content", ["", "[]"])
@@ -498,14 +498,14 @@ def test_any_table_is_fitted_or_refused_in_one_sentence(
     folder = tmp_path_factory.mktemp("any")
     try:
         path = table.write(folder)
-        before = everything_in(folder)
+        before = folder_contents(folder)
         out = folder / "out"
         sentence = _refusal(lambda: done(job(path, table.target, out, task=table.task)), DataError, TrainingError)
         if sentence is not None:
             assert "\n" not in sentence
             assert sentence.endswith(".")
             assert len(sentence) < 700
-            assert everything_in(folder) == before or sentence.startswith("Training (")
+            assert folder_contents(folder) == before or sentence.startswith("Training (")
             return
         fit = job(path, table.target, out, task=table.task)
         assert is_complete(out)

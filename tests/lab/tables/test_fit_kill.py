@@ -1,4 +1,4 @@
-"""`torchace fit` and `torchace tune`, killed at any moment: the repeated command ends where an undisturbed one does.
+"""`torchace fit` and `torchace tune`, killed at any moment: the repeated command ends where an uninterrupted one does.
 
 `TORCHACE_KILLS` is how many processes of each command are killed, 5 unless set; half of them at a random moment, half
 right before or after a file is flushed, renamed, copied or removed.
@@ -43,8 +43,8 @@ def server() -> Iterator[ForkServer]:
 
 
 @dataclass(frozen=True)
-class Undisturbed:
-    """The results of an undisturbed command."""
+class Uninterrupted:
+    """The results of an uninterrupted command."""
 
     folder: Path
     seconds: float
@@ -58,7 +58,7 @@ class Killing:
     server: ForkServer
     folder: Path
     command: tuple[str, ...]
-    usual: Undisturbed
+    usual: Uninterrupted
     draw: random.Random
     kills: int = 0
     kept: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # finished groups, and when they were written
@@ -93,14 +93,14 @@ class Killing:
         self.kept = now
 
 
-def undisturbed(server: ForkServer, command: tuple[str, ...], folder: Path) -> Undisturbed:
+def uninterrupted(server: ForkServer, command: tuple[str, ...], folder: Path) -> Uninterrupted:
     prepared(folder)
     process = server.start(*command, folder=folder, count=True, every=0.02)
     code, _, err = process.end()
     assert (code, err) == (0, "")
     seconds = time.monotonic() - process.began
     operations = json.loads((folder / "operations").read_text())
-    return Undisturbed(folder, seconds, {name: calls for name, calls in operations.items() if calls})
+    return Uninterrupted(folder, seconds, {name: calls for name, calls in operations.items() if calls})
 
 
 def prepared(folder: Path) -> Path:
@@ -110,7 +110,7 @@ def prepared(folder: Path) -> Path:
 
 
 def test_a_killed_fit(server: ForkServer, tmp_path: Path) -> None:
-    usual = undisturbed(server, FIT, tmp_path / "undisturbed")
+    usual = uninterrupted(server, FIT, tmp_path / "uninterrupted")
     assert set(usual.operations) == set(OPERATIONS)
     draw = random.Random(KILLS)
     kills = fits = halfway = 0
@@ -141,8 +141,8 @@ def finish_command(server: ForkServer, command: tuple[str, ...], folder: Path) -
 
 
 def test_a_killed_search_for_lambda(server: ForkServer, tmp_path: Path) -> None:
-    usual = undisturbed(server, TUNE, tmp_path / "undisturbed")
-    expected = json.loads((tmp_path / "undisturbed" / "search" / "tune.json").read_text())
+    usual = uninterrupted(server, TUNE, tmp_path / "uninterrupted")
+    expected = json.loads((tmp_path / "uninterrupted" / "search" / "tune.json").read_text())
     draw = random.Random(KILLS)
     kills = searches = 0
     while kills < KILLS:
@@ -159,9 +159,9 @@ def test_a_killed_search_for_lambda(server: ForkServer, tmp_path: Path) -> None:
     print(f"{kills} killed; {searches} searches")
 
 
-def test_a_killed_search_of_everything(server: ForkServer, tmp_path: Path) -> None:
+def test_a_killed_search_of_all_hyperparameters(server: ForkServer, tmp_path: Path) -> None:
     """No finished trial is lost or changed; trials of killed processes would be retried after 90 seconds."""
-    usual = replace(undisturbed(server, TRIALS, tmp_path / "undisturbed"), operations={})  # SQLite has its own
+    usual = replace(uninterrupted(server, TRIALS, tmp_path / "uninterrupted"), operations={})  # SQLite has its own
     draw = random.Random(KILLS)
     kills = studies = 0
     while kills < KILLS:
@@ -206,7 +206,7 @@ def complete(file: Path) -> dict[int, float]:
         optuna.logging.set_verbosity(verbosity)
 
 
-# -- told to stop -----------------------------------------------------------------------------------------------------
+# -- stop signals -----------------------------------------------------------------------------------------------------
 
 
 def checkpoints(folder: Path) -> set[tuple[Path, int]]:
@@ -224,7 +224,7 @@ def checkpoints(folder: Path) -> set[tuple[Path, int]]:
     ids=["fit", "tune"],
 )
 def test_stop_request(command: tuple[str, ...], where: str, result: str, server: ForkServer, tmp_path: Path) -> None:
-    undisturbed(server, command, tmp_path / "undisturbed")
+    uninterrupted(server, command, tmp_path / "uninterrupted")
     folder = prepared(tmp_path / "stopped")
     for number in (signal.SIGTERM, signal.SIGINT):
         before = checkpoints(folder)
@@ -237,9 +237,9 @@ def test_stop_request(command: tuple[str, ...], where: str, result: str, server:
         assert not (folder / result).exists()
     assert finish_command(server, command, folder)
     if command is FIT:
-        assert read_untimed(folder / "model") == read_untimed(tmp_path / "undisturbed" / "model")
+        assert read_untimed(folder / "model") == read_untimed(tmp_path / "uninterrupted" / "model")
     else:
-        assert (folder / result).read_bytes() == (tmp_path / "undisturbed" / result).read_bytes()
+        assert (folder / result).read_bytes() == (tmp_path / "uninterrupted" / result).read_bytes()
 
 
 def test_trials_with_a_stop_request(server: ForkServer, tmp_path: Path) -> None:
@@ -255,8 +255,8 @@ def test_trials_with_a_stop_request(server: ForkServer, tmp_path: Path) -> None:
     now = complete(folder / "study" / "study.db")
     assert len(now) == 4
     assert before.items() <= now.items()
-    undisturbed(server, TRIALS, tmp_path / "undisturbed")
-    assert finished_trials(folder) == finished_trials(tmp_path / "undisturbed")
+    uninterrupted(server, TRIALS, tmp_path / "uninterrupted")
+    assert finished_trials(folder) == finished_trials(tmp_path / "uninterrupted")
 
 
 def test_a_second_command_is_refused(server: ForkServer, tmp_path: Path) -> None:

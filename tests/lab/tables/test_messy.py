@@ -1,4 +1,4 @@
-"""One file with everything that spreadsheets, R and people do to a table: what is understood, and what it costs."""
+"""One messy file, as from spreadsheets, R and manual editing: the columns read, and the effect on scores."""
 
 from __future__ import annotations
 

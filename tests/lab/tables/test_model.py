@@ -1,4 +1,4 @@
-"""A model of a table: the same answers in memory, from its directory, and from the ensemble on the raw matrix."""
+"""A model of a table: the same predictions in memory, from its directory, and from the ensemble on the raw matrix."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_the_callers_table_is_not_changed(classifier: TableModel) -> None:
     pd.testing.assert_frame_equal(frame, pets(20))
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

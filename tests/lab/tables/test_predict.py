@@ -1,4 +1,4 @@
-"""Predictions for files: in chunks as in one piece, in little memory, whole or not at all."""
+"""Predictions for files: equal results in chunks, little memory, complete output or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.lab.cli.command_line import everything_in, houses, pets, write_table
+from tests.lab.cli.command_line import folder_contents, houses, pets, write_table
 from tests.lab.tables.small_fits import fitted
 from torchace.lab.data import DataError
 from torchace.lab.tables.model import TableModel, predict_file
@@ -135,7 +135,7 @@ def test_empty_groups_of_rows_are_skipped(classifier: TableModel, tmp_path: Path
     assert predict_file(classifier, tmp_path / "data.parquet", tmp_path / "out.csv") == 10
 
 
-# -- whole or not at all ----------------------------------------------------------------------------------------------
+# -- complete output or none ------------------------------------------------------------------------------------------
 
 
 def failing(frame: pd.DataFrame) -> pd.DataFrame:
@@ -149,20 +149,20 @@ def test_an_invalid_row_late_in_the_file_leaves_no_output(
     data, out = write_table(failing(pets(30)), tmp_path / "data.csv"), tmp_path / f"out{suffix}"
     if there:
         out.write_text("old")
-    before = everything_in(tmp_path)
+    before = folder_contents(tmp_path)
     with pytest.raises(DataError, match="row 26 has 'young'"):
         predict_file(classifier, data, out, rows=7)
-    assert everything_in(tmp_path) == before
+    assert folder_contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_an_interrupted_prediction_leaves_no_output(classifier: TableModel, suffix: str, tmp_path: Path) -> None:
     data = write_table(pets(30), tmp_path / "data.csv")
-    before = everything_in(tmp_path)
+    before = folder_contents(tmp_path)
     answers = iter([False, False, True])
     with pytest.raises(Interrupted):
         predict_file(classifier, data, tmp_path / f"out{suffix}", rows=7, stop=lambda: next(answers))
-    assert everything_in(tmp_path) == before
+    assert folder_contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
@@ -170,7 +170,7 @@ def test_a_full_disk_leaves_no_output(
     classifier: TableModel, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_table(pets(30), tmp_path / "data.csv")
-    before = everything_in(tmp_path)
+    before = folder_contents(tmp_path)
 
     def full(descriptor: int) -> None:
         raise OSError(28, os.strerror(28))
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_no_output(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/out{suffix}'"):
         predict_file(classifier, data, tmp_path / f"out{suffix}")
-    assert everything_in(tmp_path) == before
+    assert folder_contents(tmp_path) == before
 
 
 def test_copied_columns_keep_their_type_in_every_chunk(classifier: TableModel, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A user's table as members are trained on it: read, shared out, encoded, whatever file it comes in."""
+"""A user's table as training data: read, split and encoded, from any file format."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_file_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load_table(Path("~/pets.csv"), TableSettings(("pet",))).name == "pets.csv"
 
 
-# -- parts ------------------------------------------------------------------------------------------------------------
+# -- splits -----------------------------------------------------------------------------------------------------------
 
 
 def test_splits_equal_the_files_rows(tmp_path: Path) -> None:
@@ -124,12 +124,12 @@ def test_a_class_that_training_never_sees_is_named(tmp_path: Path) -> None:
         load(frame, tmp_path, split_column="part")
 
 
-# -- what is learned ---------------------------------------------------------------------------------------------------
+# -- learned values ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("make", "target"), [(pets, "pet"), (houses, "price")])
 def test_statistics_are_those_of_the_training_part(make: Any, target: str, tmp_path: Path) -> None:
-    """Whatever stands in the other rows: the encoding, the training part and the target's scale stay bit for bit."""
+    """With any values in the other rows, encoding, training part and target scale are the same bit for bit."""
     before = load(make(), tmp_path, target)
     parts = np.full(60, "train", dtype=object)
     parts[before.rows["test"].numpy()] = "test"

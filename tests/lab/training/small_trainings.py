@@ -1,4 +1,4 @@
-"""Small trainings for the tests of the engine."""
+"""Small trainings for tests."""
 
 from __future__ import annotations
 

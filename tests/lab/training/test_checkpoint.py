@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, and never wrong."""
+"""Checkpoints: complete or missing, and never wrong."""
 
 import errno
 import json
@@ -119,7 +119,7 @@ def test_removed_with_its_folders(tmp_path: Path) -> None:
     Checkpoints(directory).remove()  # nothing is there, and that is what was asked for
 
 
-# -- damage -----------------------------------------------------------------------------------------------------------
+# -- damaged files ----------------------------------------------------------------------------------------------------
 
 
 def flip_bit(file: Path, place: int, bit: int) -> bytes:

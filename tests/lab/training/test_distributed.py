@@ -44,7 +44,7 @@ EXACT = 1e-12  # float64: sums over members and samples in another order
 LAMBDAS, SEEDS = [0.0, 0.6], [3, 4]
 
 
-# -- the trainings ----------------------------------------------------------------------------------------------------
+# -- training ---------------------------------------------------------------------------------------------------------
 
 
 def make_network(kind: str, hidden: int = 5, count: int = 3) -> RunGroup:
@@ -209,7 +209,7 @@ def test_exchanged_batches_with_batch_norm_over_ranks_of_members_equal_one_proce
     assert_same_training(team().run(2, train, case, "members")[0], train(case, None))
 
 
-def test_ranks_without_each_other_are_not_one_process() -> None:
+def test_training_on_half_the_batch_or_members_differs() -> None:
     """The comparison can fail: half of the batch, or of the members, trains to something else."""
     alone = train({}, None)
     half = train({"size": BATCH // 2}, None)
@@ -283,7 +283,7 @@ def test_every_sample_is_predicted_by_every_member_once(kind: str, size: int, la
             assert found[name] == pytest.approx(value, abs=EXACT), name
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------------
+# -- communication ----------------------------------------------------------------------------------------------------
 
 
 def sent_in_a_step(layout: str, case: dict[str, Any]) -> tuple[list[tuple[str, int]], int]:
@@ -392,7 +392,7 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(
     tmp_path: Path, case: dict[str, Any], before: str | None, after: str | None
 ) -> None:
     """Stopped in the middle of an epoch, told on the last rank alone."""
-    undisturbed = train(case, None)
+    uninterrupted = train(case, None)
 
     def run(layout: str | None, **more: Any) -> list[Any]:
         if layout is None:
@@ -404,8 +404,8 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(
     assert all(rank["interrupted"] for rank in first)
     (state,) = tmp_path.glob("state-*.safetensors")
     again = run(after)[0]
-    assert_same_training(again, undisturbed)
-    assert again["first_step"] > int(state.stem.removeprefix("state-")) > 0  # it went on, not began anew
+    assert_same_training(again, uninterrupted)
+    assert again["first_step"] > int(state.stem.removeprefix("state-")) > 0  # it resumed
 
 
 def stops_together(folder: str) -> list[int]:
@@ -453,7 +453,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     assert manifest["step"] == len(first)
 
 
-# -- ranks that are lost, and wrong use -------------------------------------------------------------------------------
+# -- lost ranks, errors -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -481,11 +481,11 @@ def wait_for_silent_rank(group: str) -> str:
 
 
 @pytest.mark.parametrize("group", ["members", "data"])
-def test_a_rank_that_does_not_answer_is_given_up(group: str) -> None:
+def test_a_rank_that_does_not_respond_ends_the_job(group: str) -> None:
     first, _ = team().run(2, wait_for_silent_rank, group)
     assert first == (
-        "Rank 0 lost contact with the others: one of them ended or does not answer. "
-        "What was saved is kept; repeat the command to resume."
+        "Rank 0 lost contact with the others: one of them ended or does not respond. "
+        "Checkpoints and finished runs are kept; repeat the command to resume."
     )
 
 
@@ -511,7 +511,7 @@ def compare() -> list[str]:
     return found
 
 
-def test_ranks_that_were_given_different_things_are_refused() -> None:
+def test_ranks_with_different_arguments_are_refused() -> None:
     found = team().run(4, compare)
     assert found == [found[0]] * 4
     same, device, experiment = found[0]
@@ -563,8 +563,8 @@ def test_wrong_use() -> None:
     first, second = team().run(2, check_refusal)
     assert first == second
     assert first == [
-        "Expected at most one rank for each of 1 members, but got 2 ranks. Use --parallel 1xD, the batch over D ranks, "
-        "or fewer ranks.",
+        "Expected at most one rank for each of 1 members, but got 2 ranks. Use fewer ranks, or --parallel 1xD to split "
+        "the batch over D ranks.",
         *[
             "Expected members without shared weights for --parallel members, but they share some. Use --parallel data, "
             "which splits the batch."

@@ -1,4 +1,4 @@
-"""Early stopping: alone or in company, interrupted or not, a run keeps the weights of its best epoch."""
+"""Early stopping: a run keeps the weights of its best epoch, alone or in a group, interrupted or not."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def group(kind: str, runs: list[int]) -> RunGroup:
 
 
 def by_hand(kind: str, run: int, patience: int) -> tuple[dict[str, Tensor], int, list[float]]:
-    """The run trained anew for every number of epochs: its best one before patience runs out."""
+    """The run trained separately for every number of epochs: its best one before patience runs out."""
     scores: list[float] = []
     best: dict[str, Tensor] = {}
     for epoch in range(1, EPOCHS + 1):

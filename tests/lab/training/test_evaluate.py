@@ -55,7 +55,7 @@ def test_scores_do_not_depend_on_chunks(size: int) -> None:
         torch.testing.assert_close(found.arrays[name], array, rtol=1e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_the_disputed_samples_are_those_members_differ_on_most() -> None:
+def test_contested_samples_have_the_largest_disagreement() -> None:
     logits, target = example()
     arrays = evaluate(logits, target).arrays
     shares = disagreement(logits, reduction="none")
@@ -78,7 +78,7 @@ def test_arrays_add_up() -> None:
 
 
 @pytest.mark.parametrize(("channels", "shape"), [(1, (8, 8)), (3, (8, 8, 3))])
-def test_images_are_as_people_see_them(channels: int, shape: tuple[int, ...]) -> None:
+def test_images_have_channels_last_and_no_single_channel(channels: int, shape: tuple[int, ...]) -> None:
     logits, target = example()
     images = torch.randint(256, (len(target), channels, 8, 8), dtype=torch.uint8)
     arrays = evaluate(logits, target, images).arrays

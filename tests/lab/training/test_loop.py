@@ -1,4 +1,4 @@
-"""The loop: groups, pairs, schedules, failures, interruptions."""
+"""The training loop: groups, paired runs, schedules, failures, interruptions."""
 
 import itertools
 import math
@@ -130,11 +130,11 @@ def test_history_has_one_entry_an_epoch() -> None:
 
 
 def test_the_callback_receives_the_last_step() -> None:
-    heard: list[Progress] = []
-    fit(make_group([5]), batches(), train_config("shared", 12), diversities=[0.5], seeds=[5], on_progress=heard.append)
-    assert (heard[-1].step, heard[-1].steps) == (12, 12)
-    assert len(heard) < 12  # at most ten times a second
-    assert all(isinstance(value, float) for value in heard[-1].score)
+    events: list[Progress] = []
+    fit(make_group([5]), batches(), train_config("shared", 12), diversities=[0.5], seeds=[5], on_progress=events.append)
+    assert (events[-1].step, events[-1].steps) == (12, 12)
+    assert len(events) < 12  # at most ten times a second
+    assert all(isinstance(value, float) for value in events[-1].score)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_a_run_that_fails_leaves_the_others_bit_identical(kind: str, value: floa
     assert all(isinstance(v, float) for r, v in enumerate(fitted.history[0]["score"]) if r != 3)
 
 
-def test_a_failure_on_the_way_is_dated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_during_training_has_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     class Spoiler(loop.TrainStep):
         steps = 0
 
@@ -186,10 +186,10 @@ def test_a_failure_on_the_way_is_dated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_training_ends_where_all_runs_have_failed() -> None:
     network = poison(poison(make_group([5, 6]), 0, 0), 1, 1)
-    heard: list[Progress] = []
-    fitted = fit(network, batches(), train_config(), diversities=[0, 0.5], seeds=[5, 6], on_progress=heard.append)
+    events: list[Progress] = []
+    fitted = fit(network, batches(), train_config(), diversities=[0, 0.5], seeds=[5, 6], on_progress=events.append)
     assert {r: f.member for r, f in fitted.failures.items()} == {0: 0, 1: 1}
-    assert heard == []
+    assert events == []
 
 
 def test_a_rate_that_is_too_high_is_a_failure() -> None:
@@ -273,26 +273,26 @@ def test_dropout_masks_are_those_of_the_seed() -> None:
 
 
 def test_a_failure_is_the_same_after_an_interruption(tmp_path: Path) -> None:
-    def spoilt() -> RunGroup:
+    def corrupted_network() -> RunGroup:
         return poison(make_group([5, 6]), 1, 2, "linear1.weight", 1e200)  # overflows after a step or two
 
     arguments: dict[str, Any] = {"diversities": [0.5, 0.5], "seeds": [5, 6]}
     settings = train_config("shared", 8, optimizer="sgd", learning_rate=1e10)
-    network = spoilt()
+    network = corrupted_network()
     expected = results(network, fit(network, batches(), settings, **arguments))
     assert 1 in expected[2]
     checkpoint_policy = CheckpointPolicy(Checkpoints(tmp_path), every_seconds=None)
     for step in range(8):
         with pytest.raises(Interrupted):
             fit(
-                spoilt(),
+                corrupted_network(),
                 batches(),
                 settings,
                 **arguments,
                 checkpoint_policy=checkpoint_policy,
                 stop=after(min(step, 1)),
             )
-    network = spoilt()
+    network = corrupted_network()
     digests, history, failures = results(
         network, fit(network, batches(), settings, **arguments, checkpoint_policy=checkpoint_policy)
     )

@@ -1,4 +1,4 @@
-"""Chunks are bounded by bytes, whatever is wide: inputs, layers or classes."""
+"""Chunks are bounded in bytes for wide inputs, wide layers and many classes."""
 
 from __future__ import annotations
 

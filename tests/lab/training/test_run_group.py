@@ -212,7 +212,7 @@ def test_ten_steps_are_those_of_the_ensembles_one_by_one(kind: str, batching: st
         assert any((value - before[name]).abs().max() > 1e-3 for name, value in run_state(ensemble).items())
 
 
-# -- one run by itself ------------------------------------------------------------------------------------------------
+# -- single runs ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MAKE)

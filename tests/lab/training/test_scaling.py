@@ -52,7 +52,7 @@ def test_learned_scales_of_inputs_start_at_one_and_learn_faster(diversity: float
 
 
 @pytest.mark.parametrize("link", ["softmax", "identity"])
-def test_an_assembled_ensemble_answers_in_the_targets_units(link: str) -> None:
+def test_an_assembled_ensemble_predicts_in_the_targets_units(link: str) -> None:
     """Scales, temperature and encoder in the weights alone, against each applied by hand."""
     torch.manual_seed(0)
     members = [scale_inputs(mlp(3, (5, 4), 2)).double() for _ in range(4)]

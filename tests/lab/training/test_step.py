@@ -197,7 +197,7 @@ def test_with_own_batches_the_score_is_the_members_mean() -> None:
     assert float(one_step("exchanged", 0.4, network).score[0]) == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_a_stopped_run_does_not_move_and_the_others_do() -> None:
+def test_a_stopped_run_keeps_its_weights_and_the_others_train() -> None:
     network = make_group([5, 6])
     settings = train_config("shared", 1, optimizer="sgd", momentum=0.0)
     optimizer = make_optimizer(settings, list(network.parameters()))
@@ -301,9 +301,9 @@ def test_one_bad_number_anywhere_is_seen(bad: float) -> None:
     values = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64), None, torch.zeros(5, 1)]
     assert all_finite(values)
     for place in (0, 1, 3):
-        spoilt = [None if value is None else value.clone() for value in values]
-        spoilt[place].view(-1)[-1] = bad  # type: ignore[union-attr]
-        assert not all_finite(spoilt)
+        corrupted = [None if value is None else value.clone() for value in values]
+        corrupted[place].view(-1)[-1] = bad  # type: ignore[union-attr]
+        assert not all_finite(corrupted)
 
 
 def test_large_finite_values_are_not_failures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_large_finite_values_are_not_failures(monkeypatch: pytest.MonkeyPatch) -
     assert one_step("shared", 0.5, make_group([5])).nonfinite.tolist() == [-1]  # type: ignore[union-attr]
 
 
-def test_on_the_cpu_all_is_well_without_a_closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finite_gradients_need_no_search_for_nonfinite_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(step_module, "first_nonfinite")
     assert one_step("shared", 0.5, make_group([5])).nonfinite is None
 

@@ -1,4 +1,4 @@
-"""Weights of samples, regression, and the scores that runs are judged by."""
+"""Sample weights, regression, and scores of runs."""
 
 from __future__ import annotations
 

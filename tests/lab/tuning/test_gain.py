@@ -1,4 +1,4 @@
-"""The gain of a chosen λ, in numbers and in words."""
+"""The gain of a chosen λ: numbers and sentence."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_samples_of_weight_zero_do_not_count() -> None:
     ("split", "differences", "sentence"),
     [
         ("test", [0.01, 0.02], r"lowers the cross entropy on the test samples by 0.0150 \(95 % interval -0.0485 to "
-         r"0.0785, over seeds alone, 2 fresh seeds\): within the noise, so λ=0 is kept\."),
-        ("test", [0.01, 0.012, 0.014], r"lowers .* by 0.0120 \(95 % interval 0.0070 to 0.0170, .*: beyond the noise\."),
-        ("test", [-0.01, -0.012, -0.014], r"raises .* by 0.0120 \(95 % interval 0.0070 to 0.0170, .*\): beyond the "
-         r"noise, so λ=0 is kept\."),
-        ("test", [0.01], r"lowers .* by 0.0100 \(1 fresh seed\): too few to tell from noise, so λ=0 is kept\."),
-        ("test", [0.01, None, 0.03], r"lowers .*, 2 fresh seeds; 1 more failed\): within the noise, .*"),
+         r"0.0785, over seeds alone, 2 fresh seeds\): not significant, so λ=0 is kept\."),
+        ("test", [0.01, 0.012, 0.014], r"lowers .* by 0.0120 \(95 % interval 0.0070 to 0.0170, .*: significant\."),
+        ("test", [-0.01, -0.012, -0.014], r"raises .* by 0.0120 \(95 % interval 0.0070 to 0.0170, .*\): significant, "
+         r"so λ=0 is kept\."),
+        ("test", [0.01], r"lowers .* by 0.0100 \(1 fresh seed\): too few seeds for an interval, so λ=0 is kept\."),
+        ("test", [0.01, None, 0.03], r"lowers .*, 2 fresh seeds; 1 more failed\): not significant, .*"),
         ("test", [2e7, 3e7], r"lowers .* by 2.5e\+07 \(95 % interval -3.85e\+07 to 8.85e\+07, .*"),
         ("validation", [[0.1] * 4, [0.2] * 4], r"lowers .* on the validation samples that chose it by .* over 4 "
          r"samples and 2 fresh seeds.*"),

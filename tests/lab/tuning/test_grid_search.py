@@ -214,13 +214,13 @@ def test_callback_receives_all_stages() -> None:
         assert 0 < fractions[0] <= fractions[-1] == 1
 
 
-# -- trainings that fail ----------------------------------------------------------------------------------------------
+# -- failed trainings -------------------------------------------------------------------------------------------------
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, fails: Callable[[float, int], bool]) -> None:
+def inject_infinities(monkeypatch: pytest.MonkeyPatch, fails: Callable[[float, int], bool]) -> None:
     """From now on these runs start with Inf."""
 
-    def train_spoilt(plan: MemberPlan, train: Split, num_outputs: int, **options: Any) -> TrainedGroup:
+    def train_with_infinite_weights(plan: MemberPlan, train: Split, num_outputs: int, **options: Any) -> TrainedGroup:
         network = new_run_group(plan, train.x.shape[1], num_outputs, options["seeds"], options["diversities"])
         with torch.no_grad():
             for run, pair in enumerate(zip(options["diversities"], options["seeds"], strict=True)):
@@ -228,13 +228,13 @@ def spoil(monkeypatch: pytest.MonkeyPatch, fails: Callable[[float, int], bool]) 
                     next(network.parameters())[run * plan.num_members] = torch.inf
         return train_members(plan, train, num_outputs, network=network, **options)
 
-    monkeypatch.setattr(grid_search, "train_members", train_spoilt)
+    monkeypatch.setattr(grid_search, "train_members", train_with_infinite_weights)
 
 
 def test_a_candidate_with_a_failed_training_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     before = run_search(rounds=1)
     failed = (before.best, 1)
-    spoil(monkeypatch, lambda *run: run == failed)
+    inject_infinities(monkeypatch, lambda *run: run == failed)
     after = run_search(rounds=1)
     assert after.best != before.best
     scores = {(c.diversity, seed): score for c in after.candidates for seed, score in c.scores.items()}
@@ -245,12 +245,12 @@ def test_a_candidate_with_a_failed_training_loses(monkeypatch: pytest.MonkeyPatc
 
 
 def test_failed_fresh_seeds_are_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(monkeypatch, lambda diversity, seed: seed == 501)
+    inject_infinities(monkeypatch, lambda diversity, seed: seed == 501)
     result = run_search()
     assert result.gain is not None
     assert (result.fresh_seeds, result.gain.seeds) == ((500, 501, 502), (500, 502))
     assert "2 fresh seeds; 1 more failed" in result.sentence
-    spoil(monkeypatch, lambda diversity, seed: diversity == 0)
+    inject_infinities(monkeypatch, lambda diversity, seed: diversity == 0)
     result = run_search()
     assert (result.best > 0, result.diversity, result.gain) == (True, 0.0, None)
     assert result.sentence.endswith("its trainings with fresh seeds failed, so λ=0 is kept.")
@@ -281,7 +281,7 @@ def test_no_diversity_helps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("gain", "kept"), [(0.1, False), (0.001, True), (-0.1, True)])
-def test_a_diversity_is_chosen_only_beyond_the_noise(monkeypatch: pytest.MonkeyPatch, gain: float, kept: bool) -> None:
+def test_a_diversity_is_chosen_only_if_significant(monkeypatch: pytest.MonkeyPatch, gain: float, kept: bool) -> None:
     """On fresh seeds and other samples λ=0.5 gains 0.1, 0.001 or -0.1, with noise of 0.2 a sample."""
 
     def losses(self: Any, stage: SearchStage, split: Split) -> Any:
@@ -323,9 +323,7 @@ def test_overfitting_ends_the_search_before_it_begins(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("gain", [0.02, 0.2])
-def test_a_gain_within_the_noise_of_the_validation_samples_ends_the_search(
-    monkeypatch: pytest.MonkeyPatch, gain: float
-) -> None:
+def test_a_gain_below_its_standard_error_ends_the_search(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
     stages = []
 
     def losses(self: Any, stage: SearchStage, split: Split, plain: Any = ()) -> Any:
@@ -341,7 +339,7 @@ def test_a_gain_within_the_noise_of_the_validation_samples_ends_the_search(
     result = run_search(rounds=1, num_fresh=5, num_seeds=1, end_early=True)
     assert result.best == 0.5
     assert (result.diversity, stages.count("gain")) == ((0.0, 0) if gain < 0.1 else (0.5, 1))
-    assert (result.gain is None) == ("within their noise, so λ=0 is kept" in result.sentence) == (gain < 0.1)
+    assert (result.gain is None) == ("below its standard error, so λ=0 is kept" in result.sentence) == (gain < 0.1)
     whole = run_search(rounds=1, num_fresh=5, num_seeds=1)
     assert whole.gain is not None
     assert TunedDiversity.from_dict(result.to_dict()) == result

@@ -1,4 +1,4 @@
-"""Searches with Optuna: what is proposed, scored, kept, refused; processes that die in the middle of a trial."""
+"""Searches with Optuna: proposals, scores, storage, errors; processes that die during a trial."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def value_alone(params: Any, seeds: tuple[int, ...] = (0, 1), plan: MemberPlan =
     return math.fsum(score[0] for score in scores) / len(seeds)
 
 
-# -- what is searched -------------------------------------------------------------------------------------------------
+# -- search space -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("patience", [None, 2])
@@ -154,7 +154,7 @@ def test_seed_determines_suggestions() -> None:
     assert len({json.dumps(dict(trial.params)) for trial in ours.trials}) == 14
 
 
-# -- a study ----------------------------------------------------------------------------------------------------------
+# -- studies ----------------------------------------------------------------------------------------------------------
 
 
 def test_second_run_resumes_the_study(tmp_path: Path) -> None:
@@ -255,12 +255,12 @@ def test_failed_training_fails_the_trial(tmp_path: Path) -> None:
 
 
 def test_one_failed_seed_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoilt(*args: Any, network: Any, **options: Any) -> TrainedGroup:
+    def train_corrupted(*args: Any, network: Any, **options: Any) -> TrainedGroup:
         with torch.no_grad():
             next(network.parameters())[-1] = torch.inf  # the last seed's last member
         return train_members(*args, network=network, **options)
 
-    monkeypatch.setattr(optuna_search, "train_members", spoilt)
+    monkeypatch.setattr(optuna_search, "train_members", train_corrupted)
     result = found(1)
     assert states(result) == ["failed"]
     assert result.trials[0].failure == "NaN or Inf in loss or gradient"
@@ -296,12 +296,12 @@ def test_interrupted_trial_is_tried_again(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         found(4, tmp_path / "study.db", stop=stop, pruning=False)
     result = found(4, tmp_path / "study.db", pruning=False)
-    undisturbed = found(4, pruning=False)
+    uninterrupted = found(4, pruning=False)
     (dead,) = (trial for trial in result.trials if trial.state == "failed")
     assert dead.failure is None
     again = result.trials[dead.number + 1]
-    assert again.params == undisturbed.trials[dead.number].params == dead.params
-    assert again.value == undisturbed.trials[dead.number].value
+    assert again.params == uninterrupted.trials[dead.number].params == dead.params
+    assert again.value == uninterrupted.trials[dead.number].value
     assert states(result).count("complete") == 4
 
 
@@ -309,7 +309,7 @@ def test_interrupted_trial_is_tried_again(tmp_path: Path) -> None:
 def test_interrupted_study_finds_the_same(tmp_path: Path) -> None:
     """More trials than are drawn at random first: proposals depend on those before them."""
     count, file = 14, tmp_path / "study.db"
-    undisturbed = found(count, num_seeds=1)
+    uninterrupted = found(count, num_seeds=1)
     stops = 0
     while True:
         asked = 0
@@ -328,7 +328,7 @@ def test_interrupted_study_finds_the_same(tmp_path: Path) -> None:
     assert stops >= 4
     finished = [trial for trial in result.trials if trial.state in ("complete", "pruned")]
     assert [(t.state, t.params, t.value) for t in finished] == [
-        (t.state, t.params, t.value) for t in undisturbed.trials
+        (t.state, t.params, t.value) for t in uninterrupted.trials
     ]
 
 
@@ -344,7 +344,7 @@ def test_interrupted_between_trials(tmp_path: Path) -> None:
     assert states(found(2, tmp_path / "study.db")) == ["complete"] * 2
 
 
-# -- killed -----------------------------------------------------------------------------------------------------------
+# -- killed processes -------------------------------------------------------------------------------------------------
 
 
 def work(file: str, marker: str) -> None:

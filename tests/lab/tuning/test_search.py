@@ -87,7 +87,7 @@ def test_checkpoints_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_unwritable_directories(tmp_path: Path) -> None:
         run_search(cache=SearchCache(tmp_path / "file" / "search"))
 
 
-# -- killed -----------------------------------------------------------------------------------------------------------
+# -- killed processes -------------------------------------------------------------------------------------------------
 
 KILLS = int(os.environ.get("TORCHACE_KILLS", "6"))
 TIMEOUT = 120.0  # seconds
@@ -215,7 +215,7 @@ def kill_moments(search: Path, kind: str, rng: random.Random) -> Iterator[bool]:
 
 @pytest.mark.extended
 def test_killed_search_resumes_with_the_same_result(tmp_path: Path) -> None:
-    undisturbed = run_search(KILLED).to_dict()
+    uninterrupted = run_search(KILLED).to_dict()
     rng, kills, torn, searches = random.Random(KILLS), 0, 0, 0
     for attempt in range(6 * KILLS + 6):
         enough = kills >= KILLS and torn >= KILLS // 4
@@ -236,7 +236,7 @@ def test_killed_search_resumes_with_the_same_result(tmp_path: Path) -> None:
             torn += is_writing(search)
             continue
         assert process.exitcode == 0
-        assert json.loads((directory / "result.json").read_text()) == undisturbed
+        assert json.loads((directory / "result.json").read_text()) == uninterrupted
         assert leftovers(search) == []
         searches += 1
     assert enough, f"{kills} killed, {torn} of them while a checkpoint was being written"

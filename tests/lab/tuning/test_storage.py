@@ -24,7 +24,7 @@ def test_files_of_any_name(tmp_path: Path, name: str) -> None:
     assert found(1, tmp_path / name, num_seeds=1) == result
 
 
-# -- a storage that fails ---------------------------------------------------------------------------------------------
+# -- storage failures -------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_loses_no_finished_trial(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_full_disk_loses_no_finished_trial(tmp_path: Path) -> None:
     assert ended(found(2, file, num_seeds=1, plan=plan))[:2] == before
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

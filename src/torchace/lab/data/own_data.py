@@ -44,7 +44,7 @@ AnySplit = Any  # Split or StreamedSplit
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How own data is read."""
+    """Options for reading a user's data."""
 
     task: str = "classification"
     target: str | Sequence[str] | None = None  # column of a table, key of an item
@@ -75,7 +75,7 @@ def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], optio
     train, num_targets, notes = splits["training"], 1, list[str]()
     for part, split in splits.items():
         if not len(split):
-            raise DataError(f"The {part} data has no samples; give some.")
+            raise DataError(f"The {part} data has no samples; give at least one.")
     expected = _describe(train.x)
     for part, split in splits.items():
         if (found := _describe(split.x)) != expected:
@@ -224,7 +224,9 @@ def _table_splits(frames: dict[str, Any], options: DataOptions) -> tuple[dict[st
     if not targets:
         raise DataError("A table needs `target`, the name of the column to predict.")
     schema = infer_schema(train, targets, "classification" if options.task == "classification" else "regression")
-    encoding = learn_encoding(schema, train, method="standard")  # one input a column: own networks know their width
+    encoding = learn_encoding(
+        schema, train, method="standard"
+    )  # one input per column, so that networks know their width
     encoder = encoding.encoder()
     splits: dict[str, AnySplit] = {}
     for part, frame in frames.items():
@@ -246,7 +248,7 @@ def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
         *x, y = dataset.tensors
         return _array_split(x[0] if len(x) == 1 else tuple(x), y, part, options)
     if not len(dataset):
-        raise DataError(f"The {part} data has no samples; give some.")
+        raise DataError(f"The {part} data has no samples; give at least one.")
     items = Items(dataset, part, options.target if isinstance(options.target, str) else None)
     streams = is_random(items) or options.stream is True
     if not streams and options.stream == "auto":

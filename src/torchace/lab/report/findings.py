@@ -59,7 +59,7 @@ def headline(results: Results, arm: ArmSummary) -> Headline | None:
     if best is None or difference is None:
         return None
     effect = "does not change" if not difference.significant else "lowers" if difference.mean < 0 else "raises"
-    verdict = f"{at(best)} {effect} {metric.noun}{' beyond the noise' * (not difference.significant)}"
+    verdict = f"{at(best)} {effect} {metric.noun}{' significantly' * (not difference.significant)}"
     level = comparable_means(results, arm, metric.key)[comparison.reference_diversity]
     number, *ends = formats.percentages([difference.mean, *(difference.joint_interval or ())], level)
     interval = f"95 % interval {' to '.join(ends)} %" if ends else ""

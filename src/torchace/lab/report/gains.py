@@ -42,9 +42,9 @@ class ArmGain:
 
     @property
     def verdict(self) -> str:
-        """`lower`, `higher` or `within the noise`, from the interval of the difference."""
+        """`lower`, `higher` or `not significant`, from the interval of the difference."""
         if self.difference is None or not self.difference.significant:
-            return "within the noise"
+            return "not significant"
         return "lower" if self.difference.mean < 0 else "higher"
 
 
@@ -101,7 +101,7 @@ def sweep_headline(results: Results) -> Headline | None:
         return next((entry for entry in found if entry), None)
     gains, noun = arm_gains(results), results.metrics[results.task.loss].noun
     lower, higher = ([gain for gain in gains if gain.verdict == verdict] for verdict in ("lower", "higher"))
-    verdict = f"λ lowers {noun} beyond the noise in {len(lower)} of {formats.count(len(gains), 'arm')}"
+    verdict = f"λ lowers {noun} significantly in {len(lower)} of {formats.count(len(gains), 'arm')}"
     verdict += f" and raises it in {len(higher) or 'none'}"
     best = min(lower, key=lambda gain: gain.relative, default=None)
     if best is None or best.difference is None or best.difference.joint_interval is None:
@@ -112,7 +112,7 @@ def sweep_headline(results: Results) -> Headline | None:
 
 
 def gain_table(results: Results) -> ReportTable:
-    """Losses at λ=0, the chosen λ and its gain, one row an arm."""
+    """Losses at λ=0, the chosen λ and its gain, one row per arm."""
     gains, metric, rows = arm_gains(results), results.metrics[results.task.loss], list[Row]()
     for gain in gains:
         losses = (gain.validation_loss, gain.test_loss)
@@ -147,7 +147,7 @@ def gain_figures(results: Results) -> list[FigureSpec]:
     for gain in gains:
         place = rows.index(gain.arm.cell[down]), columns.index(gain.arm.cell[across])
         values[place] = 100 * gain.relative
-        mark = "" if gain.verdict == "within the noise" else "*"
+        mark = "" if gain.verdict == "not significant" else "*"
         texts[place] = f"{formats.number(values[place], 1, signed=True)}{mark}\n{at(gain.diversity)}"
 
     def draw(figure: Figure, theme: Theme) -> None:
@@ -164,6 +164,6 @@ def gain_figures(results: Results) -> list[FigureSpec]:
         axes.set(xlabel=across, ylabel=down)
 
     title = f"Change of {noun} at the chosen λ, %"
-    caption = "Blue: lower, which is better. Star: beyond the noise. The table of gains says how λ was chosen."
+    caption = "Blue: lower, which is better. Star: significant. The table of gains says how λ was chosen."
     alt = f"{title}, by {down} and {across}; the table of gains has the numbers."
     return [FigureSpec("gain_map", "scores", title, caption, alt, draw, max(HEIGHT, 0.62 * len(rows)))]

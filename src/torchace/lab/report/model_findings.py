@@ -57,7 +57,7 @@ def comparison_headline(comparison: ModelComparison) -> Headline | None:
     elif best.high < 0:
         verdict = f"A baseline is better: {best.label} beats the ensemble"
     else:
-        verdict = f"The ensemble and the best baseline, {best.label}, do not differ beyond the noise"
+        verdict = f"The ensemble and the best baseline, {best.label}, do not differ significantly"
     # the ensemble minus the baseline: negative if the ensemble is better
     values = [-best.difference, -best.high, -best.low]
     mean, low, high = formats.percentages(values, best.scores.get(comparison.loss) or 0.0)

@@ -316,7 +316,7 @@ class Gain(ResultModel):
 class DiversitySearch(ResultModel):
     """A search for λ: candidates by round, scored by `metric` on `split`, and the gain of the best over λ=0."""
 
-    chosen: Number  # the best, if its gain is beyond the noise, else 0
+    chosen: Number  # the best, if its gain is significant, else 0
     best: Number | None = None  # lowest score; None in files of earlier versions
     task: TaskName = "classification"
     metric: Literal["cross_entropy", "mse"]

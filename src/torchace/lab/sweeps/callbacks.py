@@ -256,7 +256,7 @@ def make_callbacks(callbacks: Iterable[Any], directory: Path, experiment: Experi
     found = []
     for given in callbacks:
         if isinstance(given, str) and given not in TRACKERS:
-            raise ValueError(f"Expected a tracker out of {', '.join(TRACKERS)}, but got {given!r}.")
+            raise ValueError(f"Expected one of the trackers {', '.join(TRACKERS)}, but got {given!r}.")
         found.append(TRACKERS[given](directory, experiment) if isinstance(given, str) else given)
     return CallbackList(found)
 

@@ -78,7 +78,7 @@ def _read_source(source: str) -> tuple[str, str]:
     path = Path(source)
     if path.suffix != ".toml" and not path.exists():
         raise ConfigError(
-            f"Expected an experiment out of {', '.join(builtin_names())} or the path of a TOML file, "
+            f"Expected one of the experiments {', '.join(builtin_names())}, or the path of a TOML file, "
             f"but got {source!r}.{did_you_mean(source, builtin_names())}"
         )
     try:

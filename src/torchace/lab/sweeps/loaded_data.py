@@ -62,7 +62,7 @@ class LoadedData:
         if section.validation:
             if validation is not None:
                 raise ConfigError(
-                    f"data.validation: expected no fraction, as {dataset.name} has validation data, but got "
+                    f"data.validation: expected no fraction, because {dataset.name} has validation data, but got "
                     f"{section.validation:g}."
                 )
             available = len(dataset.train)

@@ -25,9 +25,9 @@ Curve = tuple[str, dict[float, dict[int, float]], tuple[Difference, ...]]  # lab
 def plot_diversity(result: SweepResult | DataFrame, metric: str | None = None, *, ax: Axes | None = None) -> Axes:
     """Plot a metric against λ: every seed, their mean, and intervals of the paired difference to λ=0.
 
-    A bar that leaves out the dashed level of λ=0 shows a significant difference. Bars are 95 % intervals, corrected for
-    the number of λ: those of `SweepResult.table()`, or over seeds alone for a frame. Without runs at λ=0 they are 95 %
-    intervals of each mean.
+    A bar that does not cross the dashed line of λ=0 shows a significant difference. Bars are 95 % intervals, corrected
+    for the number of λ: those of `SweepResult.table()`, or over seeds alone for a frame. Without runs at λ=0 they are
+    95 % intervals of each mean.
 
     Args:
         result: The result of a sweep, or a frame like its `to_frame()`, with columns `diversity`, `seed` and `metric`.

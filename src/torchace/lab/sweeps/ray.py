@@ -86,7 +86,7 @@ def connect_ray(address: str, device: str) -> Iterator[RayExecutor]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse an address that is invalid or does not answer; Ray itself would try for minutes."""
+    """Refuse an address that is invalid or does not respond; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"Expected --ray auto, local, HOST:PORT or ray://HOST:PORT, but got {address!r}.")

@@ -116,7 +116,8 @@ class TableFit:
                 if not self.overwrite:
                     how = describe_differences(before, self.request())
                     raise RunStoreError(
-                        f"{self.work} holds another fit, unfinished{how}. Add --overwrite, or choose another --out."
+                        f"{self.work} holds another unfinished fit{how}. Replace it with --overwrite, or choose "
+                        "another --out."
                     )
                 self._clear_work(keep="lock")
                 before = None

@@ -182,9 +182,7 @@ def _class_weights(target: Target, weights: Mapping[str, float] | str, y: Tensor
         raise DataError(f"Class weights need classes, but the target {target.name!r} is a number; leave them out.")
     names = target.class_names
     if unknown := [name for name in weights if name not in names and weights != "balanced"]:
-        raise DataError(
-            f"There is no class {unknown[0]!r} of the target {target.name!r} to weigh; choose among {quote_all(names)}."
-        )
+        raise DataError(f"The target {target.name!r} has no class {unknown[0]!r}; choose among {quote_all(names)}.")
     by_code = weights if isinstance(weights, str) else {names.index(name): weights[name] for name in weights}
     return torch.from_numpy(compute_sample_weight(by_code, y.numpy()))
 

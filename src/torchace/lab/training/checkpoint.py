@@ -29,7 +29,7 @@ def shard_network(network: RunGroup, ranks: Ranks) -> RunGroup:
     if ranks.members > network.num_members:
         raise ValueError(
             f"Expected at most one rank for each of {network.num_members} members, but got {ranks.members} ranks. "
-            f"Use --parallel {network.num_members}xD, the batch over D ranks, or fewer ranks."
+            f"Use fewer ranks, or --parallel {network.num_members}xD to split the batch over D ranks."
         )
     ensembles = [network.ensemble(run) for run in range(network.num_runs)]
     if ranks.members > 1:

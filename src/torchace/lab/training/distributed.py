@@ -37,7 +37,7 @@ State = dict[str, Tensor]
 
 
 class RankLostError(ConnectionError):
-    """Another rank died or does not answer."""
+    """Another rank died or does not respond."""
 
     happened = False  # in this process
 
@@ -53,8 +53,8 @@ def detect_lost_rank() -> Iterator[None]:
         RankLostError.happened = True
         rank = os.environ.get("RANK") or (dist.get_rank() if dist.is_initialized() else 0)
         raise RankLostError(
-            f"Rank {rank} lost contact with the others: one of them ended or does not answer. "
-            "What was saved is kept; repeat the command to resume."
+            f"Rank {rank} lost contact with the others: one of them ended or does not respond. "
+            "Checkpoints and finished runs are kept; repeat the command to resume."
         ) from error
 
 

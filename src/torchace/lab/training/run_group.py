@@ -74,7 +74,7 @@ class RunGroup(nn.Module):
 
     def __init__(
         self,
-        ensembles: Sequence[EnsembleModule],  # one a run, with the members of this rank
+        ensembles: Sequence[EnsembleModule],  # one per run, with the members of this rank
         *,
         ranks: Ranks | None = None,
         total_members: int | None = None,  # on all ranks

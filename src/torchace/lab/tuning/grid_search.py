@@ -92,7 +92,7 @@ class GridSearch:
     """Search λ by the ensemble's cross entropy (or squared error) on validation samples.
 
     Each round refines around the best λ; λ=0 is always a candidate. A best λ above 0 is compared with λ=0 on fresh
-    seeds and on `test`, and chosen if its gain is beyond the noise of seeds and samples; else λ=0 is.
+    seeds and on `test`, and chosen if its gain is significant over seeds and samples; otherwise λ=0 is.
     """
 
     problem: SearchProblem
@@ -144,8 +144,8 @@ class GridSearch:
                 }
                 best = select_diversity(scores)
                 tried = refine_candidates(scores, best) if len(scores) > 1 else []
-            is_within_noise = self.end_early and best > 0 and not self._is_promising(losses, best)
-            if compared := best > 0 and self.num_fresh > 0 and not is_within_noise:
+            is_too_small = self.end_early and best > 0 and not self._is_promising(losses, best)
+            if compared := best > 0 and self.num_fresh > 0 and not is_too_small:
                 split, name, choices = self.test, self.test_name, 1
                 if split is None:
                     split, name, choices = problem.validation, "validation", len(scores) - 1
@@ -158,7 +158,7 @@ class GridSearch:
                 gain = measure_gain(name, baseline_losses, chosen_losses, weight=weight, num_choices=choices)
         is_gain = gain is not None and gain.beyond_noise and gain.mean > 0
         return TunedDiversity.model_construct(
-            chosen=0.0 if is_within_noise or (compared and not is_gain) else best,
+            chosen=0.0 if is_too_small or (compared and not is_gain) else best,
             best=best,
             task=problem.plan.task,
             metric=TASKS[problem.plan.task].score_name,
@@ -170,7 +170,7 @@ class GridSearch:
             train_score=None if baseline is None else baseline[0],
             validation_score=None if baseline is None else baseline[1],
             sentence=_describe(
-                problem, scores, best, gain, None if is_within_noise else self.num_fresh * compared, baseline
+                problem, scores, best, gain, None if is_too_small else self.num_fresh * compared, baseline
             ),
         )
 
@@ -293,7 +293,7 @@ def _describe(
     scores: Mapping[float, Scores],
     best: float,
     gain: Gain | None,
-    num_fresh: int | None,  # None: the gain on the validation samples is within their noise
+    num_fresh: int | None,  # None: the gain on the validation samples is below its standard error
     baseline: tuple[float, float] | None,
 ) -> str:
     """Return the reason for the choice, and how far training and validation scores lie apart at λ=0."""
@@ -309,8 +309,8 @@ def _describe(
         )
     elif num_fresh is None:
         sentence = (
-            f"λ={best:g} has the lowest {noun} on the validation samples, but its gain over λ=0 is within their noise, "
-            "so λ=0 is kept."
+            f"λ={best:g} has the lowest {noun} on the validation samples, but its gain over λ=0 is below its "
+            "standard error, so λ=0 is kept."
         )
     elif gain is None:
         why = "its gain was not measured on fresh seeds"
@@ -325,5 +325,5 @@ def _describe(
     if problem.plan.has_temperature:
         apart += " before the temperature"
     if len(scores) == 1:
-        return f"{apart}: the members overfit, which λ cannot mend, so λ=0 is kept without a search."
+        return f"{apart}: the members overfit, and λ does not help against that, so λ=0 is kept without a search."
     return f"{sentence} {apart}."

@@ -64,7 +64,7 @@ def measure_gain(
 
 
 def describe_gain(gain: Gain, metric: str, num_fresh: int) -> str:
-    """Return a sentence without its subject: `lowers the cross entropy … by …: beyond the noise.`."""
+    """Return a sentence without its subject: `lowers the cross entropy … by …: significant.`."""
     verb, sign = ("lowers", 1) if gain.mean >= 0 else ("raises", -1)
     seeds = count(len(gain.seeds), "fresh seed")
     if len(gain.seeds) < num_fresh:
@@ -72,11 +72,12 @@ def describe_gain(gain: Gain, metric: str, num_fresh: int) -> str:
     where = "validation samples that chose it" if gain.split == "validation" else f"{gain.split} samples"
     if gain.low is None or gain.high is None:
         (amount,) = _format(abs(gain.mean))
-        return f"{verb} the {metric} on the {where} by {amount} ({seeds}): too few to tell from noise, so λ=0 is kept."
+        reason = "too few seeds for an interval, so λ=0 is kept."
+        return f"{verb} the {metric} on the {where} by {amount} ({seeds}): {reason}"
     amount, low, high = _format(abs(gain.mean), *sorted((sign * gain.low, sign * gain.high)))
     together = "" if gain.choices == 1 else f" for all {gain.choices} λ above 0 together"
     over = "seeds alone," if gain.samples is None else f"{count(gain.samples, 'sample')} and"
-    finding = f"{'beyond' if gain.beyond_noise else 'within'} the noise"
+    finding = "significant" if gain.beyond_noise else "not significant"
     finding += "" if gain.beyond_noise and gain.mean > 0 else ", so λ=0 is kept"
     return (
         f"{verb} the {metric} on the {where} by {amount} "
