@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     if importlib.util.find_spec("triton") is not None:
         from tests.support import triton_interpreter  # noqa: F401
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
 # Tensors of a few elements: a second thread has nothing to do but to be waited for.
 torch.set_num_threads(1)

@@ -153,5 +153,5 @@ def test_an_unknown_tracker_is_refused_before_training(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    assert f"out of {', '.join(TRACKERS)}, but got 'excel'." in capsys.readouterr().err
+    assert f"one of the trackers {', '.join(TRACKERS)}, but got 'excel'." in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
