@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.lab.data.tables_support import pets
-from torchace.lab.data import Column, DataError, Target, infer_schema
-from torchace.lab.data.inference import missing_targets
+from torchace.lab.data import DataError
+from torchace.lab.data.inference import infer_schema, missing_targets
 from torchace.lab.data.parsing import MISSING, PLACEHOLDERS
-from torchace.lab.data.table_schema import feature_numbers
+from torchace.lab.data.table_schema import Column, Target, feature_numbers
 
 
 def inferred_kind(values: Any, **options: Any) -> str | None:
