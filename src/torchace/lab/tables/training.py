@@ -26,12 +26,8 @@ class FittedEnsemble:
     ensemble: Ensemble  # from the raw matrix to logits, or to predictions in the targets' units
     trained: TrainedGroup
     held_out: OutOfFold | None  # None: every member was trained on all samples
+    temperature: float  # of the logits; 1 for a regression
     left_out: Tensor | None = None  # (K, N): the members that left out each sample
-
-    @property
-    def temperature(self) -> float:
-        """Temperature of the logits; 1 for a regression."""
-        return 1.0 if self.held_out is None else self.held_out.temperature
 
 
 def fit_ensemble(
@@ -92,4 +88,4 @@ def fit_ensemble(
         trained = replace(trained, network=whole.network)
     temperature = 1.0 if held_out is None else held_out.temperature
     ensemble = assemble_ensemble(encoding.encoder(), trained.ensemble(0), scaler, temperature)
-    return FittedEnsemble(ensemble, trained, held_out, left_out)
+    return FittedEnsemble(ensemble, trained, held_out, temperature, left_out)
