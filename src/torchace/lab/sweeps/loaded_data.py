@@ -55,7 +55,7 @@ class LoadedData:
                     f"but got {section.limit}."
                 )
             # files may be sorted; image sets are shuffled, and results with their first images are published
-            if _is_builtin(section):
+            if section.name != GIVEN and section.file is None and section.factory is None:
                 train = dataset.train.take(slice(section.limit))
             else:
                 train = random_subset(dataset.train, section.limit, seed=0)
@@ -156,10 +156,6 @@ class LoadedData:
         dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
         normalize = self.dataset.normalization(self.section.normalize)
         return {"normalize": normalize, "transform": self.transform, "dtype": dtype}
-
-
-def _is_builtin(section: DataSection) -> bool:
-    return section.name != GIVEN and section.file is None and section.factory is None
 
 
 def _load_dataset(section: DataSection, device: str, components: Components) -> Dataset:

@@ -64,7 +64,7 @@ def fit_ensemble(
 
     def train(plan: MemberPlan, samples: Split, **options: Any) -> TrainedGroup:
         trained = train_members(plan, samples, num_outputs, diversities=[diversity], seeds=[seed], **options)
-        if (failure := trained.failure(0)) is not None:
+        if (failure := trained.fitted.failures.get(0)) is not None:
             member = "" if failure.member is None else f", member {failure.member}"
             raise TrainingError(
                 f"Training (λ={diversity:g}, seed {seed}{member}) ended at step {failure.step} with {failure.message}. "
