@@ -491,7 +491,6 @@ def test_another_configuration_in_the_same_place_is_refused(setting: str, invoke
 
 
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.usefixtures("no_report")
 def test_a_result_that_was_changed_is_one_sentence(invoke: Invoke, small: Path) -> None:
     invoke("run", small, "--out", "a")
     file = Path("a/runs/main-l0.5-s1.json")
