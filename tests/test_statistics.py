@@ -54,7 +54,6 @@ def test_without_a_seed_effect_it_is_the_t_interval_of_the_samples() -> None:
     expected = scipy.stats.ttest_1samp(samples, 0)
     # rounding of sums of 120 numbers
     assert found.interval(0.05) == pytest.approx(tuple(expected.confidence_interval(0.95)), rel=1e-9)
-    assert found.p == pytest.approx(float(expected.pvalue), rel=1e-9)
 
 
 def test_without_a_sample_effect_it_is_the_t_interval_of_the_seeds() -> None:
@@ -64,17 +63,15 @@ def test_without_a_sample_effect_it_is_the_t_interval_of_the_seeds() -> None:
     for estimate in (found, alone):
         assert estimate is not None
         assert estimate.interval(0.05) == pytest.approx(tuple(expected.confidence_interval(0.95)), rel=1e-9)
-        assert estimate.p == pytest.approx(float(expected.pvalue), rel=1e-9)
 
 
 @given(st.integers(2, 6), st.integers(2, 40), st.integers(0, 10**6), st.sampled_from(sorted(DISTRIBUTIONS)))
-def test_the_p_value_and_the_interval_are_one_test(seeds: int, samples: int, seed: int, kind: str) -> None:
+def test_a_higher_level_gives_a_wider_interval(seeds: int, samples: int, seed: int, kind: str) -> None:
     rng = np.random.default_rng(seed)
     found = mean_over_seeds_and_samples(DISTRIBUTIONS[kind](rng, (seeds, samples)) + rng.normal())
     assert found is not None
     low, high = found.interval(0.05)
     assert low < found.mean < high
-    assert (found.p < 0.05) == (not low <= 0 <= high)
     wider = found.interval(0.01)
     assert wider[0] < low < high < wider[1]
 
@@ -88,7 +85,6 @@ def test_equal_differences_have_no_noise() -> None:
     found = mean_over_seeds_and_samples(np.full((3, 4), 0.5))
     assert found is not None
     assert found.interval(0.05) == (0.5, 0.5)
-    assert found.p == 0
 
 
 @pytest.mark.parametrize("kind", ["losses", *(pytest.param(k, marks=pytest.mark.extended) for k in OTHERS)])

@@ -26,26 +26,16 @@ __version__ = "0.2.0"
 
 # Imported lazily: torchmetrics takes seconds, and scikit-learn is optional.
 _LAZY = {
-    "ACEClassifier": "sklearn",
-    "Diagnosis": "diagnosis",
-    "EnsembleMetrics": "metrics",
-    "ModelFileError": "saving",
-    "NCLRegressor": "sklearn",
-    "SweepResult": "lab",
-    "cifar_resnet": "models",
-    "diagnose": "diagnosis",
-    "lab": "lab",
-    "load_model": "saving",
-    "load_weights": "saving",
-    "metrics": "metrics",
-    "mlp": "models",
-    "models": "models",
-    "plot_diversity": "lab",
-    "plot_members": "diagnosis",
-    "plot_reliability": "diagnosis",
-    "save_model": "saving",
-    "saving": "saving",
-    "sweep": "lab",
+    name: module
+    for module, names in {
+        "diagnosis": ("Diagnosis", "diagnose", "plot_members", "plot_reliability"),
+        "lab": ("lab", "SweepResult", "plot_diversity", "sweep"),
+        "metrics": ("metrics", "EnsembleMetrics"),
+        "models": ("models", "cifar_resnet", "mlp"),
+        "saving": ("saving", "ModelFileError", "load_model", "load_weights", "save_model"),
+        "sklearn": ("ACEClassifier", "NCLRegressor"),
+    }.items()
+    for name in names
 }
 
 __all__ = [

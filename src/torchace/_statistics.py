@@ -41,18 +41,6 @@ class MeanEstimate:
         low, high = (max(t, (t + abs(_hall(self.skewness, end))) / 2) for end in (t, -t))
         return self.mean - low * self.error, self.mean + high * self.error
 
-    @property
-    def p(self) -> float:
-        """The p value: the smallest `alpha` whose interval excludes zero."""
-        if self.mean == 0 or self.error == 0:
-            return float(self.mean == 0)
-        low, high = math.log(1e-300), 0.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            ends = self.interval(math.exp(middle))
-            low, high = (middle, high) if ends[0] <= 0 <= ends[1] else (low, middle)
-        return math.exp(high)
-
 
 def mean_over_seeds(differences: ArrayLike) -> MeanEstimate | None:
     """Estimate the mean of one number per seed, `(S,)`, with the noise of seeds only; None below two seeds."""

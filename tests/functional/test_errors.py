@@ -47,9 +47,7 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"diversity": 1.4}, ValueError, DIVERSITY_RANGE.format(r"1\.4")),
     ({"diversity": -0.1}, ValueError, DIVERSITY_RANGE.format(r"-0\.1")),
     ({"diversity": NAN}, ValueError, DIVERSITY_RANGE.format("nan")),
-    ({"diversity": float("inf")}, ValueError, DIVERSITY_RANGE.format("inf")),
     ({"diversity": torch.tensor(1.5)}, ValueError, DIVERSITY_RANGE.format(r"1\.5")),
-    ({"diversity": torch.tensor(NAN)}, ValueError, DIVERSITY_RANGE.format("nan")),
     (
         {"diversity": torch.tensor([0.5, 0.5])},
         ValueError,
@@ -57,23 +55,16 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"For several values at once, use torch\.func\.vmap over them\.",
     ),
     ({"diversity": "0.5"}, TypeError, DIVERSITY_TYPE.format("str")),
-    ({"diversity": None}, TypeError, DIVERSITY_TYPE.format("NoneType")),
     ({"diversity": True}, TypeError, DIVERSITY_TYPE.format("bool")),
     (
         {"reduction": "average"},
         ValueError,
         r"Expected `reduction` to be one of 'mean', 'sum', 'none', but got 'average'\.",
     ),
-    ({"reduction": None}, ValueError, r"Expected `reduction` to be one of 'mean', 'sum', 'none', but got None\."),
     (
         {"member_weights": [0.5, 0.3, 0.2]},
         ValueError,
         r"Expected `member_weights` of shape \(2,\), one for each member, but got \(3,\)\.",
-    ),
-    (
-        {"member_weights": torch.tensor(1.0)},
-        ValueError,
-        r"Expected `member_weights` of shape \(2,\), one for each member, but got \(\)\.",
     ),
     ({"member_weights": [1.5, -0.5]}, ValueError, r"Expected non-negative `member_weights`, but got \[1\.5, -0\.5\]\."),
     ({"member_weights": [NAN, 1.0]}, ValueError, r"Expected non-negative `member_weights`, but got \[nan, 1\.0\]\."),
@@ -107,11 +98,6 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     (
         {"sample_weight": torch.tensor([1.0, -1.0, 1.0])},
-        ValueError,
-        r"Expected non-negative `sample_weight`, but some weights are negative or NaN\.",
-    ),
-    (
-        {"sample_weight": torch.tensor([1.0, NAN, 1.0])},
         ValueError,
         r"Expected non-negative `sample_weight`, but some weights are negative or NaN\.",
     ),
@@ -186,12 +172,6 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     # target: shape
     (
-        {"target": torch.zeros(4, dtype=torch.long)},
-        ValueError,
-        r"Expected `target` of shape \(3,\) \(class indices\) or \(3, 4\) \(class probabilities\) for `logits` "
-        r"\(2, 3, 4\), but got \(4,\)\. The target has no member axis: all members share it\.",
-    ),
-    (
         {"target": torch.zeros(2, 3, dtype=torch.long)},
         ValueError,
         r"Expected `target` of shape \(3,\) \(class indices\) or \(3, 4\) \(class probabilities\) for `logits` "
@@ -222,12 +202,6 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"but got torch\.bool\.",
     ),
     (
-        {"target": TARGET.to(torch.complex64)},
-        TypeError,
-        r"Expected `target` of an integer type \(class indices\) or floating-point type \(class probabilities\), "
-        r"but got torch\.complex64\.",
-    ),
-    (
         {"target": torch.zeros(3, 4, dtype=torch.long)},
         TypeError,
         r"Expected probabilities of a floating-point type in `target` of shape \(3, 4\), but got torch\.int64\. "
@@ -240,28 +214,11 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"Expected class indices in \[0, 3\] or ignore_index=-100, but got 4\.",
     ),
     (
-        {"target": torch.tensor([0, -1, 1])},
-        ValueError,
-        r"Expected class indices in \[0, 3\] or ignore_index=-100, but got -1\.",
-    ),
-    (
         {"target": torch.tensor([0, -100, 1]), "ignore_index": 0},
         ValueError,
         r"Expected class indices in \[0, 3\] or ignore_index=0, but got -100\.",
     ),
     # probabilities
-    (
-        {"target": torch.zeros(3, 5)},
-        ValueError,
-        r"Expected `target` of shape \(3,\) \(class indices\) or \(3, 4\) \(class probabilities\) for `logits` "
-        r"\(2, 3, 4\), but got \(3, 5\)\. The target has no member axis: all members share it\.",
-    ),
-    (
-        {"target": torch.full((3, 4), -0.1)},
-        ValueError,
-        r"Expected class probabilities in `target`, but some are negative or NaN\. "
-        r"If they are logits, use target\.softmax\(1\)\.",
-    ),
     (
         {"target": torch.full((3, 4), NAN)},
         ValueError,
@@ -280,13 +237,7 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"Expected `weight` of shape \(4,\), one for each class, but got \(3,\)\.",
     ),
-    (
-        {"weight": [1.0] * 4},
-        TypeError,
-        r"Expected `weight` to be a tensor, but got list\. Use torch\.as_tensor\(\.\.\.\)\.",
-    ),
     ({"label_smoothing": 1.1}, ValueError, r"Expected `label_smoothing` in \[0, 1\], but got 1\.1\."),
-    ({"label_smoothing": NAN}, ValueError, r"Expected `label_smoothing` in \[0, 1\], but got nan\."),
     (
         {"label_smoothing": torch.tensor(0.1)},
         TypeError,
@@ -320,7 +271,6 @@ NO_MEMBER_AXIS = (
 )
 ELEMENTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (binary, {"logits": torch.zeros(3)}, ValueError, NO_MEMBER_AXIS.format("logits")),
-    (ncl, {"predictions": torch.zeros(3)}, ValueError, NO_MEMBER_AXIS.format("predictions")),
     (
         binary,
         {"target": torch.zeros(2, 3, 4)},
@@ -344,12 +294,6 @@ ELEMENTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (
         binary,
         {"target": torch.full((3, 4), NAN)},
-        ValueError,
-        r"Expected `target` in \[0, 1\], the probability of each output, but some values are outside\.",
-    ),
-    (
-        binary,
-        {"target": torch.full((3, 4), 2)},
         ValueError,
         r"Expected `target` in \[0, 1\], the probability of each output, but some values are outside\.",
     ),
@@ -384,12 +328,6 @@ ELEMENTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         r"Expected `pos_weight` that broadcasts to the target's shape \(3, 4\), but got \(3,\)\.",
     ),
     (
-        binary,
-        {"pos_weight": torch.ones(2, 3, 4)},
-        ValueError,
-        r"Expected `pos_weight` that broadcasts to the target's shape \(3, 4\), but got \(2, 3, 4\)\.",
-    ),
-    (
         ncl,
         {"sample_weight": torch.ones(4)},
         ValueError,
@@ -417,11 +355,6 @@ OTHERS: list[tuple[Any, type[Exception], str]] = [
         ValueError,
         r"Expected `logits` of shape \(K, N, C, \.\.\.\) with the member axis first, but got \(3, 4\)\. "
         r"For one model, add the axis: logits\[None\]\.",
-    ),
-    (
-        lambda: ace.ensemble_probs(LOGITS, link="logit"),
-        ValueError,
-        r"Expected `link` to be one of 'softmax', 'sigmoid', 'identity', but got 'logit'\.",
     ),
     (
         lambda: ace.ensemble_log_probs(LOGITS, link="identity"),
@@ -467,11 +400,6 @@ OTHERS: list[tuple[Any, type[Exception], str]] = [
         r"Expected `num_bins` to be at least 1, but got 0\.",
     ),
     (
-        lambda: ace.calibration_error(PROBS, TARGET, num_bins=1.5),
-        TypeError,
-        r"Expected `num_bins` to be an int, but got float\.",
-    ),
-    (
         lambda: ace.average_gradients(LOGITS, 0),
         ValueError,
         r"Expected `num_members` to be at least 1, but got 0\.",
@@ -480,11 +408,6 @@ OTHERS: list[tuple[Any, type[Exception], str]] = [
         lambda: ace.average_gradients([1.0], 2),
         TypeError,
         r"Expected `x` to be a tensor, but got list\. Use torch\.as_tensor\(\.\.\.\)\.",
-    ),
-    (
-        lambda: ace.diversity_from_gamma(0.5, 1),
-        ValueError,
-        r"Expected `num_members` to be at least 2, but got 1\.",
     ),
     (
         lambda: ace.gamma_from_diversity(0.5, 1),
@@ -500,12 +423,6 @@ OTHERS: list[tuple[Any, type[Exception], str]] = [
         lambda: ace.diversity_from_gamma(0.9, 5),
         ValueError,
         r"Expected `gamma` in \[0, 0\.8\] for this number of members and loss='ace', but got 0\.9\. "
-        r"Larger values would mean diversity above 1\.",
-    ),
-    (
-        lambda: ace.diversity_from_gamma(NAN, 5),
-        ValueError,
-        r"Expected `gamma` in \[0, 0\.8\] for this number of members and loss='ace', but got nan\. "
         r"Larger values would mean diversity above 1\.",
     ),
     (

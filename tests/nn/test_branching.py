@@ -133,17 +133,6 @@ def test_at_the_last_layer_equals_smoc(build: Any) -> None:
         torch.testing.assert_close(grads, (smoc.head.weight.grad[k], smoc.head.bias.grad[k]), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_members", [1, 8])
-def test_trunk_backward_runs_once(num_members: int) -> None:
-    ensemble = branch(Net(), num_members, at="last")
-    runs: list[nn.Module] = []
-    for layer in (ensemble.trunk.first, ensemble.trunk.middle):
-        layer.register_full_backward_hook(lambda layer, *_: runs.append(layer))
-    x = torch.randn(6, 4, requires_grad=True)
-    amended_cross_entropy(ensemble(x), TARGET, DIVERSITY).backward()
-    assert runs == [ensemble.trunk.middle, ensemble.trunk.first]
-
-
 @pytest.mark.parametrize("at", ["first", "middle"])
 def test_the_model_is_not_changed(at: str) -> None:
     model = Net()

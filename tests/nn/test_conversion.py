@@ -297,15 +297,6 @@ def test_compiles_in_one_graph() -> None:
     torch.testing.assert_close(compiled(x), ensemble(x))
 
 
-def test_state_round_trip_and_copies() -> None:
-    model, inputs, _ = sequential()
-    ensemble, other = stack_classifiers(model, K).eval(), stack_classifiers(model, K).eval()
-    assert not torch.equal(ensemble(**inputs), other(**inputs))
-    other.load_state_dict(ensemble.state_dict())
-    assert torch.equal(ensemble(**inputs), other(**inputs))
-    assert torch.equal(ensemble(**inputs), copy.deepcopy(ensemble)(**inputs))
-
-
 def make_tied() -> nn.Module:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight

@@ -278,17 +278,6 @@ def test_dropout_masks_of_own_batches():
     assert torch.equal(x, torch.ones(K, N, 6))
 
 
-@pytest.mark.parametrize("case", ["mlp", "conv with batch norm"])
-@pytest.mark.parametrize("groups", [1, 2, 6])
-def test_grouped_batches(case, groups):
-    torch.manual_seed(0)
-    make, inputs = CASES[case]
-    one, stacked = pair(make, num_members=6)
-    x = inputs(groups)
-    expected = one(x.repeat_interleave(6 // groups, 0), batches="separate")
-    torch.testing.assert_close(stacked(x, batches="grouped"), expected, **EXACT)
-
-
 def test_grouped_batches_must_divide():
     stacked = StackedEnsemble([mlp() for _ in range(6)])
     for groups in (4, 0, 12):
@@ -433,17 +422,6 @@ def test_bfloat16(case):
     torch.testing.assert_close(out, Ensemble(members)(x), rtol=2**-6, atol=2**-6)  # a few roundings to 8 bits
 
 
-@pytest.mark.parametrize("case", ["mlp", "normed mlp"])
-def test_autocast(case):
-    torch.manual_seed(0)
-    members = [CASES[case][0]() for _ in range(K)]
-    x = torch.randn(N, 6)
-    with torch.autocast("cpu", torch.bfloat16):
-        out, expected = StackedEnsemble(members)(x), Ensemble(members)(x)
-    # vmap adds a float32 bias to a bfloat16 product, which gives float32
-    torch.testing.assert_close(out.bfloat16(), expected, rtol=2**-6, atol=2**-6)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies(copied):
     stacked = StackedEnsemble([mlp() for _ in range(K)], link="sigmoid")
@@ -480,14 +458,6 @@ def test_other_numbers_of_axes(lead):
     x = torch.randn(*lead, 6).double()
     torch.testing.assert_close(stacked(x), one(x), **EXACT)
     own = torch.randn(K, 4, *lead, 6).double()
-    torch.testing.assert_close(stacked(own, batches="separate"), one(own, batches="separate"), **EXACT)
-
-
-def test_images_into_a_flattening_chain():
-    one, stacked = pair(lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES)))
-    x = torch.randn(N, 3, 2, 2).double()
-    torch.testing.assert_close(stacked(x), one(x), **EXACT)
-    own = torch.randn(K, N, 3, 2, 2).double()
     torch.testing.assert_close(stacked(own, batches="separate"), one(own, batches="separate"), **EXACT)
 
 
@@ -577,11 +547,7 @@ def test_keywords_and_several_inputs():
     torch.testing.assert_close(ours, one(x, y), **EXACT)
 
 
-def gelu_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES))
-
-
-@pytest.mark.parametrize("make", [mlp, normed_mlp, gelu_mlp])
+@pytest.mark.parametrize("make", [mlp, normed_mlp])
 def test_under_compile(make):
     torch.manual_seed(0)
     one, stacked = pair(make)

@@ -101,12 +101,7 @@ def adapt(
             f"Expected `model` to be one network, but got the ensemble {type(model).__name__}. Adapt a member."
         )
     _checks.check_count(num_members, "num_members")
-    _checks.check_choice(adapter, "adapter", ADAPTERS)
-    is_low_rank = adapter == "low_rank"
-    if not is_low_rank and (alpha is not None or rank != RANK):
-        warnings.warn("`rank` and `alpha` have no effect: they belong to adapter='low_rank'.", stacklevel=2)
-    alpha = ALPHA if alpha is None else alpha
-    _checks.check_fraction(alpha, "alpha", largest=1e9, kind="a number", interval="[0, 1e9]")
+    sizes = _adapter_sizes(adapter, rank, alpha)
     trained = freeze if trained is None else trained
     host = copy.deepcopy(model)
     if freeze:
@@ -115,13 +110,12 @@ def adapt(
     head_names, head_name = find_adapted_head(host, head)
     targets = choose_targets(host, layers, excluded=head_names if layers is None else head_names * (head != "shared"))
     for i, (name, target) in enumerate(targets.items()):
-        if not is_low_rank:
+        if not sizes:
             start = "normal" if trained or freeze else "signs" if i == 0 else "ones"
             _add_multiplicative(target, num_members, start, inputs_only=layers == "first")
         elif layers is not None or target.shape.has_low_rank:
-            _add_low_rank(name, target, num_members, rank, alpha)
+            _add_low_rank(name, target, num_members, **sizes)
     names = layers if layers is None or isinstance(layers, str) else list(layers)
-    sizes = {"rank": rank, "alpha": alpha} if is_low_rank else {}
     options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head, "freeze": freeze, **sizes}
     classes = layer_shape(host.get_submodule(head_name)) if head_name is not None else None
     if head != "shared" and head_name is not None:
@@ -129,6 +123,16 @@ def adapt(
     for layer in filter(lambda module: isinstance(module, _NormBase), host.modules()):
         copy_for_members(layer, num_members)
     return AdaptedEnsemble(host, num_members, link, getattr(classes, "outputs", None), options)
+
+
+def _adapter_sizes(adapter: str, rank: int, alpha: float | None) -> dict[str, Any]:
+    """Return rank and alpha of low-rank adapters, empty for other adapters."""
+    _checks.check_choice(adapter, "adapter", ADAPTERS)
+    if adapter != "low_rank" and (alpha is not None or rank != RANK):
+        warnings.warn("`rank` and `alpha` have no effect: they belong to adapter='low_rank'.", stacklevel=3)
+    alpha = ALPHA if alpha is None else alpha
+    _checks.check_fraction(alpha, "alpha", largest=1e9, kind="a number", interval="[0, 1e9]")
+    return {"rank": rank, "alpha": alpha} if adapter == "low_rank" else {}
 
 
 def _add_low_rank(name: str, target: Target, num_members: int, rank: int, alpha: float) -> None:

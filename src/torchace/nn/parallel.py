@@ -206,19 +206,6 @@ class MemberParallelEnsemble(EnsembleModule):
         return values
 
 
-def broadcast_bytes(data: bytes | None, owner: int, group: ProcessGroup, device: torch.device | str = "cpu") -> bytes:
-    """Return the bytes of rank `owner` of a group on all its ranks; the others pass None."""
-    source = dist.get_global_rank(group, owner)
-    size = torch.tensor(0 if data is None else len(data), device=device)
-    dist.broadcast(size, source, group)
-    if data is None:
-        buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
-    else:
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    dist.broadcast(buffer, source, group)
-    return buffer.cpu().numpy().tobytes() if data is None else data
-
-
 def _given_members(members: Members, num_members: int | None) -> list[nn.Module] | None:
     """Return all members as a list; None for a function."""
     if isinstance(members, StackedEnsemble) and not members.shares_weights:

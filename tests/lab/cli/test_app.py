@@ -319,7 +319,6 @@ SETTINGS = {
     "paper={table='1', rows=[{num_members=1, acuracy=1}]}": "'paper.rows.0.acuracy'. Did you mean 'accuracy'?",
     "arms=[{name='a', lable='x'}]": "there is no key 'arms.0.lable'. Did you mean 'label'?",
     "arms=[{name='a'}, {name='b', train={epoch=1}}]": "there is no key 'arms.1.train.epoch'. Did you mean 'epochs'?",
-    "train.deeper.key=1": "there is no key 'train.deeper'",
     # wrong types
     "data=3": "expected data to be a section, but got 3",
     "arms={name='a'}": "expected arms to be a list, but got a section",
@@ -330,39 +329,27 @@ SETTINGS = {
     "model.hidden=4": "expected model.hidden to be a list, but got 4",
     "model.hidden=['4']": "expected model.hidden.0 to be a whole number, but got '4'",
     "model.num_members=true": "expected model.num_members to be a whole number, but got True",
-    "train.epochs=1979-05-27": "expected train.epochs to be a whole number",
     "train.epochs=": "expected train.epochs to be a whole number, but got ''",
     "train.learning_rate='fast'": "expected train.learning_rate to be a number, but got 'fast'",
-    "train.compile='yes'": "expected train.compile to be True, False or 'auto'",
     "sweep.diversities=0.5": "expected sweep.diversities to be a list, but got 0.5",
     "paper.note='x'": "expected a value for paper.table",
     # out of range
-    "data.limit=0": "expected data.limit to be at least 1, but got 0",
     "data.limit=1298": "data.limit: expected at most 1297, the training samples of digits, but got 1298",
     "data.validation=1.0": "expected data.validation to be less than 1, but got 1.0",
     "data.validation=0.001": "data.validation: expected a fraction that leaves samples to validate",
-    "model.hidden=[1000000000]": "expected model.hidden.0 to be at most 100000",
-    "model.num_members=100000000": "expected model.num_members to be at most 10000",
-    "model.head_scale=0": "expected model.head_scale to be more than 0",
-    "train.epochs=0": "expected train.epochs to be at least 1, but got 0",
     f"train.steps=1{'0' * 30}": "expected train.steps to be less than 2.14748e+09",
     "train.learning_rate=0": "expected train.learning_rate to be more than 0, but got 0",
     f"train.learning_rate=1{'0' * 400}": "expected train.learning_rate to be a number",
     "sweep.diversities=[1.1]": "expected sweep.diversities.0 to be at most 1, but got 1.1",
-    "sweep.seeds=[4294967296]": "expected sweep.seeds.0 to be less than",
     # NaN and Inf
-    "model.head_scale=inf": "expected model.head_scale to be a finite number, but got inf",
     "sweep.diversities=[nan]": "expected sweep.diversities.0 to be a finite number, but got nan",
     # nothing, and everything twice
     "sweep.diversities=[]": "expected sweep.diversities to be a list with at least one value, but got []",
     "sweep.diversities=[0, 0.5, 0]": "sweep.diversities: expected every value once, but got 0 twice",
-    "sweep.diversities=[0.0, -0.0]": "sweep.diversities: expected every value once",
     "arms=[{name='a'}, {name='a'}]": "expected distinct names of arms, but got 'a' twice",
-    "arms=[{name='a', diversities=[0, 0]}]": "arms.0.diversities: expected every value once",
     # words that are none
     "data.name=mnits": "expected data.name to be 'digits', 'mnist', 'fashion_mnist' or 'cifar10', but got 'mnits'",
     "model.kind=Smoc": "expected model.kind to be 'separate', 'smoc', 'branch' or 'adapters', but got 'Smoc'",
-    "name='My run'": "expected name to be lowercase letters, digits and underscores, but got 'My run'",
     f"name='{'a' * 41}'": "expected name to be at most 40 characters",
     "arms=[{name='../x'}]": "expected arms.0.name to be lowercase letters, digits and underscores",
     # what does not go together
@@ -399,17 +386,10 @@ def test_an_invalid_setting_is_reported_in_one_sentence(setting: str, invoke: In
 
 FILES: dict[str, tuple[bytes, str]] = {
     "no TOML": (b"what is this", "is not valid TOML: Expected '=' after a key"),
-    "half a table": (b"[train", "is not valid TOML"),
-    "key twice": (b"[train]\nepochs = 1\nepochs = 2", "is not valid TOML: Cannot overwrite a value"),
-    "table twice": (b"[train]\nepochs = 1\n[train]\nsteps = 2", "is not valid TOML"),
-    "open string": (b'title = "open', "is not valid TOML"),
     "JSON": (b'{"train": {"epochs": 1}}', "is not valid TOML"),
-    "YAML": (b"train:\n  epochs: 1\n", "is not valid TOML"),
     "binary": (bytes(range(256)), "it is not UTF-8 text"),
     "UTF-16": ("[train]\nepochs = 1".encode("utf-16"), "it is not UTF-8 text"),
-    "zeros": (b"\0" * 100, "is not valid TOML"),
     "empty": (b"", "expected `epochs` or `steps`, but got neither"),
-    "comment": (b"# nothing yet", "expected `epochs` or `steps`, but got neither"),
     "long number": (b"a = " + b"1" * 5000, "is not valid TOML"),
     "markup": (b"[train]\nepochs = '[bold]x[/bold]'", "but got '[bold]x[/bold]'"),
     "long value": (b"[train]\nepochs = '" + b"x" * 10_000 + b"'", "xxx..."),
@@ -434,13 +414,11 @@ def test_an_invalid_file_is_reported_in_one_sentence(name: str, invoke: Invoke, 
         (["run", ""], "Cannot read the experiment"),
         (["run", "missing.toml"], "Cannot read the experiment missing.toml: No such file or directory"),
         (["run", "x" * 300], "File name too long"),
-        (["run", "--device", "tpu"], "Cannot use the device 'tpu'"),
         (["run", "--device", "meta"], "Cannot use the device 'meta': torchace trains on cpu and cuda"),
         (["run", "--device", "cuda:99"], "Cannot use the device 'cuda:99'"),
         (["run", "--out", "/dev/null/out"], "Cannot write to /dev/null/out: Not a directory. Choose another --out."),
         (["run", "--out", "x" * 300], "File name too long"),
         (["report", "nowhere"], "Found no experiment.json in nowhere"),
-        (["report", "."], "Found no experiment.json in ."),
         (["report", "/dev/null"], "experiment.json"),
     ],
 )
@@ -456,9 +434,7 @@ def test_a_folder_is_no_experiment(invoke: Invoke, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["run", "--seeds", "0"], "'--seeds'"),
-        (["run", "--seeds", "-3"], "'--seeds'"),
         (["run", "--seeds", "many"], "'--seeds'"),
-        (["run", "--seeds", "1.5"], "'--seeds'"),
         (["run", "--epochs", "3"], "--epochs"),
         (["run", "digits", "table1"], "table1"),
         (["run", "--set"], "--set"),
@@ -514,7 +490,6 @@ def test_another_configuration_in_the_same_place_is_refused(setting: str, invoke
     assert stored_files(Path("out")) == before
 
 
-@pytest.mark.usefixtures("no_report")
 @pytest.mark.usefixtures("no_report")
 def test_a_result_that_was_changed_is_one_sentence(invoke: Invoke, small: Path) -> None:
     invoke("run", small, "--out", "a")

@@ -12,7 +12,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from torchace.lab.data import DataError, Encoding, infer_schema, iterate_table, learn_encoding
+from torchace.lab.data import DataError
+from torchace.lab.data.encoding import Encoding, learn_encoding
+from torchace.lab.data.inference import infer_schema
+from torchace.lab.data.tables import iterate_table
 
 
 def one_sentence(error: BaseException, *words: str) -> str:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.lab.data import writers
-from torchace.lab.data import NAMES, DataError, Dataset, load
+from torchace.lab.data import DataError, Dataset, load
+from torchace.lab.data.datasets import NAMES
 from torchace.lab.data.splits import random_split
 
 

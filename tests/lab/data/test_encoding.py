@@ -22,20 +22,23 @@ from torch import Tensor
 
 from tests.lab.data.tables_support import learn, matrix_of_chunks, one_sentence, pets, same, write_csv
 from tests.reference.tables import category_features, exact_root, number_features
-from torchace.lab.data import (
+from torchace.lab.data import DataError
+from torchace.lab.data.encoding import (
+    MAX_LEVELS,
+    NUM_BINS,
     CategoryColumn,
-    DataError,
     Encoding,
     NumberColumn,
-    Schema,
-    Target,
-    infer_schema,
-    iterate_table,
+    learn_columns,
     learn_encoding,
-    read_table,
-    train_val_test_split,
+    learn_number,
+    mean_and_std,
+    resolve_method,
 )
-from torchace.lab.data.encoding import MAX_LEVELS, NUM_BINS, learn_columns, learn_number, mean_and_std, resolve_method
+from torchace.lab.data.inference import infer_schema
+from torchace.lab.data.splits import train_val_test_split
+from torchace.lab.data.table_schema import Schema, Target
+from torchace.lab.data.tables import iterate_table, read_table
 
 
 def encode(encoding: Encoding, frame: pd.DataFrame) -> Tensor:

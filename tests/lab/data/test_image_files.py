@@ -15,8 +15,8 @@ import pooch
 import pytest
 
 from tests.lab.data import writers
-from torchace.lab.data import DataError, cache_dir, load
-from torchace.lab.data.image_files import SOURCES, download
+from torchace.lab.data import DataError, load
+from torchace.lab.data.image_files import SOURCES, cache_dir, download
 
 RETRIEVE = pooch.retrieve
 NOWHERE = "http://127.0.0.1:9/"  # the discard port: nothing answers

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchace.lab.data import DataError, Split, SplitIndices, stratified_split, train_val_test_split
+from torchace.lab.data import DataError, Split
+from torchace.lab.data.splits import SplitIndices, stratified_split, train_val_test_split
 
 
 def make_split(labels: list[int]) -> Split:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.lab.data.tables_support import pets
-from torchace.lab.data import Column, DataError, Target, infer_schema
-from torchace.lab.data.inference import missing_targets
+from torchace.lab.data import DataError
+from torchace.lab.data.inference import infer_schema, missing_targets
 from torchace.lab.data.parsing import MISSING, PLACEHOLDERS
-from torchace.lab.data.table_schema import feature_numbers
+from torchace.lab.data.table_schema import Column, Target, feature_numbers
 
 
 def inferred_kind(values: Any, **options: Any) -> str | None:
@@ -33,17 +33,13 @@ def inferred_kind(values: Any, **options: Any) -> str | None:
         (np.arange(30) * 0.1, "number"),
         ([1, 2, None] * 10, "number"),
         (["1", "2.5", "NA"] * 10, "number"),
-        (["1", " 2 ", "-3e5"] * 10, "number"),
         (pd.Series([1, None, 3] * 10, dtype="Int64"), "number"),
         (["1", "2", "x"] * 10, "category"),
-        (["1"] * 29 + ["x"], "category"),
         (["inf", "a", "b"] * 10, "category"),  # among words, not a number
         ([True, False] * 15, "category"),
-        (["true", "false"] * 15, "category"),
         (pd.Series([True, None] * 15, dtype="boolean"), "category"),
         (["a", "b", None] * 10, "category"),
         (["a", None] * 15, "category"),  # whether it is there is something to learn from
-        ([1.0, None] * 15, "number"),
         (["2020-01-01", "2020-01-02"] * 15, "date"),
         (pd.to_datetime(["2020-01-01", "2020-01-02"] * 15), "date"),
         (["1,5", "2,5"] * 15, "number"),
@@ -51,15 +47,11 @@ def inferred_kind(values: Any, **options: Any) -> str | None:
         ([f"name {i}" for i in range(30)], None),
         ([f"name {i}" for i in range(28)] + ["name 0"] * 2, None),
         ([f"name {i}" for i in range(27)] + ["name 0"] * 3, "category"),  # nine in ten, not more
-        ([f"name {i}" for i in range(15)] + [None] * 15, None),
         ([7] * 30, None),
         (["7", "7.0"] * 15, None),
-        (["x"] * 30, None),
         ([None] * 30, None),
         (([*MISSING, *PLACEHOLDERS] * 2)[:30], None),
         ([[1]] * 30, None),
-        (pd.date_range("2020-01-01", periods=30), "date"),
-        ([f"A{i}" for i in range(30)], None),
         ([f"word {i % 20} in a sentence" for i in range(30)], None),
         ([f"2020-01-{i + 1:02}" if i % 2 else f"soon {i}" for i in range(30)], None),
         (["long", "short", "none at all"] * 10, None),  # another column's values
@@ -102,15 +94,12 @@ def test_an_infinite_number_in_a_dropped_column_is_ignored():
         (["1.234,5", "12,25", "?"], "1.234,5", [1234.5, 12.25, np.nan]),
         (["1,234", "12,345", "7"], "1,234.5", [1234, 12345, 7]),
         (["1,234.5", "-", "7"], "1,234.5", [1234.5, np.nan, 7]),
-        (["0,234", "0,5", "unknown"], "1234,5", [0.234, 0.5, np.nan]),
         (["12 %", "7.5%", "."], "1234.5", [12, 7.5, np.nan]),
-        (["1 234,5", "7", "NA"], "1 234,5", [1234.5, 7, np.nan]),
         (["1\u202f234,5", "-7", "8"], "1 234,5", [1234.5, -7, 8]),
         (["1'234.5", "CHF", "8"], None, []),
         (["1'234.5", "7", "8"], "1'234.5", [1234.5, 7, 8]),
         (["€ 1.50", "-$2", "3"], "1234.5", [1.5, -2, 3]),
         (["1.234.567", "1.000", "3"], "1.234,5", [1234567, 1000, 3]),
-        (["1.234", "1.5", "3"], "", [1.234, 1.5, 3]),
         (["1.410", "842", "12.345"], "1.234,5", [1410, 842, 12345]),  # as decimals 1.41 and 842.000
         (["1.410", "8420", "12.345"], "", [1.41, 8420, 12.345]),
         (["1.415", "842", "12.345"], "", [1.415, 842, 12.345]),
@@ -149,9 +138,7 @@ def test_ambiguous_commas_are_read_as_in_the_other_columns():
         (["2020-01-31", "2020-02-01T12:30:00"], "ISO8601"),
         (["31.01.2020", "01.02.2020"], "%d.%m.%Y"),
         (["31/01/2020 12:30", "01/02/2020 00:00"], "%d/%m/%Y %H:%M"),
-        (["01/31/2020", "02/01/2020"], "%m/%d/%Y"),
         (["31 Jan 2020", "1 Feb 2020"], "%d %b %Y"),
-        (["31-Jan-20", "01-Feb-20"], "%d-%b-%y"),
         (["1/31/2020 1:05 PM", "2/1/2020 11:59 AM"], "%m/%d/%Y %I:%M %p"),
         (["12:30", "00:15"], "%H:%M"),
     ],
@@ -284,21 +271,16 @@ def test_names_that_are_numbers():
         ([True, False] * 15, "classification", (False, True)),
         (["True", "false"] * 15, "classification", ("false", "True")),
         ([1, 0] * 15, "classification", (0, 1)),
-        ([2.0, 1.0] * 15, "classification", (1.0, 2.0)),
         (["10", "9", "1"] * 10, "classification", ("1", "9", "10")),  # by size, not by letter
-        (["1.0", "0.0"] * 15, "classification", ("0.0", "1.0")),
         (["1", "1.0", "0", "1", "00"] * 6, "classification", ("0", "1")),  # as it is written most often
         (["1", "1.0", "x"] * 10, "classification", ("1", "1.0", "x")),  # among words, words
         (pd.Series([3, 7] * 15, dtype="Int64"), "classification", (3, 7)),
         (pd.Series(["b", "a"] * 15, dtype="category"), "classification", ("a", "b")),
-        (pd.Series([5, 4] * 15, dtype="category"), "classification", (4, 5)),
         (pd.Series([2**60, 2**60 + 1] * 15), "classification", (2**60, 2**60 + 1)),
         (list(range(10)) * 3, "classification", tuple(range(10))),
-        (list(range(11)) * 3, "classification", tuple(range(11))),
         (list(range(15)) * 2, "regression", ()),  # 2 rows each are too few to be classes
         (range(30), "regression", ()),
         ([0.5, 1.5] * 15, "regression", ()),
-        (["0.5", "1"] * 15, "regression", ()),
         ([1e300, -1e300] * 15, "classification", (-1e300, 1e300)),
     ],
 )

@@ -20,8 +20,9 @@ import pytest
 
 from tests.lab.data.damaged_files import mutations
 from tests.lab.data.tables_support import one_sentence, write_csv
-from torchace.lab.data import DataError, iterate_table, read_table
+from torchace.lab.data import DataError
 from torchace.lab.data.parsing import dates, numbers, texts
+from torchace.lab.data.tables import iterate_table, read_table
 
 CELLS: dict[str, list[object]] = {
     "a": ["1", "", "x, y"],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchace.lab.data import NAMES
+from torchace.lab.data.datasets import NAMES
 from torchace.lab.schema.experiment import Experiment, _check_distinct
 from torchace.lab.schema.reading import DATASETS
 from torchace.lab.sweeps.config import ConfigError, builtin_names, load_experiment, parse_experiment

@@ -8,9 +8,9 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torchace._extras import import_extra
 from torchace.lab.schema.experiment import Experiment
@@ -95,8 +95,13 @@ class CallbackList(Callback):
 class Tracker(Callback):
     """Base class: metrics are named `SPLIT/METRIC`, such as `train/cross_entropy`; parameters `SECTION.KEY`."""
 
+    package: ClassVar[str] = ""  # that it needs, and its own name
+
     def __init__(self, directory: Path, experiment: Experiment) -> None:
         self.directory, self.experiment = directory, experiment
+        if self.package:
+            self._module = import_extra(self.package, f"The tracker {self.package!r} needs", self.package)
+        self._runs: dict[str, Any] = {}  # what the package has opened for each run
 
     def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
         """Write metrics of a run after a step."""
@@ -129,54 +134,49 @@ class Tracker(Callback):
 class _CSV(Tracker):
     """Append to `metrics.csv` in the run directory, one metric per row; a repeated epoch adds no rows."""
 
-    def __init__(self, directory: Path, experiment: Experiment) -> None:
-        super().__init__(directory, experiment)
-        self.file = directory / "metrics.csv"
-        self._written: set[tuple[str, str, str]] | None = None  # run, step, metric
+    @cached_property
+    def _written(self) -> set[tuple[str, str, str]]:  # run, step, metric
+        path = self.directory / "metrics.csv"
+        if path.exists():  # remove a partial line of a killed process
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        with open(path, "a+", newline="", encoding="utf-8") as file:
+            file.seek(0)
+            return {(row["run"], row["step"], row["metric"]) for row in csv.DictReader(file)}
 
     def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
-        if self._written is None:
-            if self.file.exists():  # remove a partial line of a killed process
-                os.truncate(self.file, self.file.read_bytes().rfind(b"\n") + 1)
-            with open(self.file, "a+", newline="", encoding="utf-8") as file:
-                file.seek(0)
-                self._written = {(row["run"], row["step"], row["metric"]) for row in csv.DictReader(file)}
-        with open(self.file, "a", newline="", encoding="utf-8") as file:
+        written = self._written
+        with open(self.directory / "metrics.csv", "a", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             if file.tell() == 0:
                 writer.writerow(("run", "arm", "diversity", "seed", *AXES, "step", "metric", "value"))
             for name, value in metrics.items():
                 key = (run.id, str(step), name)
-                if key not in self._written:
-                    self._written.add(key)
+                if key not in written:
+                    written.add(key)
                     writer.writerow((run.id, *astuple(run), step, name, value))
 
 
 class _TensorBoard(Tracker):
     """Write scalars to `tensorboard/RUN` in the run directory."""
 
-    def __init__(self, directory: Path, experiment: Experiment) -> None:
-        super().__init__(directory, experiment)
-        _import("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._make = SummaryWriter
-        self._writers: dict[str, Any] = {}
+    package = "tensorboard"
 
     def on_step(self, run: RunKey, progress: RunProgress) -> None:
         metrics = {name.replace("train_", "train/running_"): value for name, value in progress.metrics.items()}
         self.log(run, progress.step, metrics)
 
     def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
-        if run.id not in self._writers:
+        if run.id not in self._runs:
+            from torch.utils.tensorboard import SummaryWriter
+
             # replaces the events that an interrupted process wrote after this step
             folder = str(self.directory / "tensorboard" / run.id)
-            self._writers[run.id] = self._make(folder, purge_step=step, flush_secs=10)
+            self._runs[run.id] = SummaryWriter(folder, purge_step=step, flush_secs=10)
         for name, value in metrics.items():
-            self._writers[run.id].add_scalar(name, value, step)
+            self._runs[run.id].add_scalar(name, value, step)
 
     def close(self, run: RunKey, *, failed: bool) -> None:
-        self._writers.pop(run.id).close()
+        self._runs.pop(run.id).close()
 
 
 class _MLflow(Tracker):
@@ -186,35 +186,33 @@ class _MLflow(Tracker):
     its MLflow run.
     """
 
-    def __init__(self, directory: Path, experiment: Experiment) -> None:
-        super().__init__(directory, experiment)
-        self._mlflow = _import("mlflow")
-        self._client: Any = None
-        self._ids: dict[str, str] = {}
+    package = "mlflow"
+
+    @cached_property
+    def _client(self) -> Any:
+        here = f"sqlite:///{self.directory.resolve() / 'mlflow.db'}"
+        return self._module.MlflowClient(None if self._module.is_tracking_uri_set() else here)
 
     def on_run_start(self, run: RunKey) -> None:
-        if self._client is None:
-            here = f"sqlite:///{self.directory.resolve() / 'mlflow.db'}"
-            self._client = self._mlflow.MlflowClient(None if self._mlflow.is_tracking_uri_set() else here)
         name, tag = self.experiment.name, self.identify(run)
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         if earlier := self._client.search_runs([experiment], f"tags.`torchace.id` = '{tag}'", max_results=1):
-            self._ids[run.id] = earlier[0].info.run_id
-            self._client.update_run(self._ids[run.id], status="RUNNING")
+            self._runs[run.id] = earlier[0].info.run_id
+            self._client.update_run(self._runs[run.id], status="RUNNING")
             return
         tags = {"torchace.id": tag, "torchace.directory": str(self.directory.resolve())}
-        self._ids[run.id] = self._client.create_run(experiment, tags=tags, run_name=run.id).info.run_id
-        parameters = [self._mlflow.entities.Param(k, str(v)) for k, v in self.parameters(run).items()]
-        self._client.log_batch(self._ids[run.id], params=parameters)
+        self._runs[run.id] = self._client.create_run(experiment, tags=tags, run_name=run.id).info.run_id
+        parameters = [self._module.entities.Param(k, str(v)) for k, v in self.parameters(run).items()]
+        self._client.log_batch(self._runs[run.id], params=parameters)
 
     def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        entries = [self._mlflow.entities.Metric(name, value, now, step) for name, value in metrics.items()]
-        self._client.log_batch(self._ids[run.id], metrics=entries)
+        entries = [self._module.entities.Metric(name, value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._runs[run.id], metrics=entries)
 
     def close(self, run: RunKey, *, failed: bool) -> None:
-        self._client.set_terminated(self._ids.pop(run.id), "FAILED" if failed else "FINISHED")
+        self._client.set_terminated(self._runs.pop(run.id), "FAILED" if failed else "FINISHED")
 
 
 class _WandB(Tracker):
@@ -223,13 +221,10 @@ class _WandB(Tracker):
     Files are in `wandb` in the run directory; with `WANDB_MODE=offline` nothing is sent.
     """
 
-    def __init__(self, directory: Path, experiment: Experiment) -> None:
-        super().__init__(directory, experiment)
-        self._wandb = _import("wandb")
-        self._runs: dict[str, Any] = {}
+    package = "wandb"
 
     def on_run_start(self, run: RunKey) -> None:
-        self._runs[run.id] = self._wandb.init(
+        self._runs[run.id] = self._module.init(
             project=os.environ.get("WANDB_PROJECT") or self.experiment.name,
             group=self.directory.name,
             name=run.id,
@@ -238,7 +233,7 @@ class _WandB(Tracker):
             reinit="create_new",  # the runs of a group are open at the same time
             dir=str(self.directory),
             config=self.parameters(run),
-            settings=self._wandb.Settings(silent=True, console="off"),
+            settings=self._module.Settings(silent=True, console="off"),
         )
 
     def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
@@ -259,7 +254,3 @@ def make_callbacks(callbacks: Iterable[Any], directory: Path, experiment: Experi
             raise ValueError(f"Expected one of the trackers {', '.join(TRACKERS)}, but got {given!r}.")
         found.append(TRACKERS[given](directory, experiment) if isinstance(given, str) else given)
     return CallbackList(found)
-
-
-def _import(name: str) -> Any:
-    return import_extra(name, f"The tracker {name!r} needs", name)

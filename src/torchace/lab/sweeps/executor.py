@@ -81,7 +81,7 @@ class Executor:
         return loaded
 
     def broadcast(self, content: Any) -> Any:
-        """Return the JSON content of the first process, on all of them."""
+        """Return the object of the first process, on all of them."""
         return content
 
     def hardware(self) -> dict[str, Any]:
@@ -302,7 +302,7 @@ class RankExecutor(Executor):
         return loaded
 
     def broadcast(self, content: Any) -> Any:
-        """Return the JSON content of the first rank."""
+        """Return the object of the first rank."""
         return self.ranks.broadcast(content)
 
     def hardware(self) -> dict[str, Any]:
@@ -312,12 +312,11 @@ class RankExecutor(Executor):
     def train(self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop) -> Iterator[GroupPlan]:
         """Train run groups; ranks other than the first receive them."""
         if not self.is_first:
-            while (content := self.ranks.broadcast()) is not None:
-                group = GroupPlan(**content)
+            while (group := self.ranks.broadcast()) is not None:
                 train_group(plan, group, Callback(), stop, self.ranks)
             return
         for group in groups:
-            self.ranks.broadcast(asdict(group))
+            self.ranks.broadcast(group)
             callback.on_group_start(group)
             train_group(plan, group, callback, stop, self.ranks)
             yield group

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class LoadedData:
                     f"but got {section.limit}."
                 )
             # files may be sorted; image sets are shuffled, and results with their first images are published
-            if _is_builtin(section):
+            if section.name != GIVEN and section.file is None and section.factory is None:
                 train = dataset.train.take(slice(section.limit))
             else:
                 train = random_subset(dataset.train, section.limit, seed=0)
@@ -148,35 +149,13 @@ class LoadedData:
         """Return the samples for early stopping of an arm."""
         if arm.train.patience is None or self.validation is None:
             return None
-        return ValidationSet(_EvaluationSplit(self, arm, self.validation), arm.train.patience)
+        split = SimpleNamespace(weight=self.validation.weight, chunks=partial(self.chunks, arm, self.validation))
+        return ValidationSet(split, arm.train.patience)
 
     def _format(self, arm: Arm) -> dict[str, Any]:
         dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
         normalize = self.dataset.normalization(self.section.normalize)
         return {"normalize": normalize, "transform": self.transform, "dtype": dtype}
-
-
-@dataclass(frozen=True)
-class _EvaluationSplit:
-    """Samples in the format of an arm's network, for early stopping."""
-
-    data: LoadedData
-    arm: Arm
-    split: Any
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    @property
-    def weight(self) -> Tensor | None:
-        return self.split.weight
-
-    def chunks(self, size: int) -> Iterable[tuple[Inputs, Tensor]]:
-        return self.data.chunks(self.arm, self.split, size)
-
-
-def _is_builtin(section: DataSection) -> bool:
-    return section.name != GIVEN and section.file is None and section.factory is None
 
 
 def _load_dataset(section: DataSection, device: str, components: Components) -> Dataset:

@@ -130,7 +130,7 @@ def _network(table: Table, plan: MemberPlan, part: str, device: str) -> Tensor:
     train, validation, test = table.parts(plan, device)
     options: dict[str, Any] = {"diversities": [0.0], "seeds": [table.settings.seed], "validation": validation}
     trained = train_members(replace(plan, num_members=1), train, table.num_outputs, **options)
-    if (failure := trained.failure(0)) is not None:
+    if (failure := trained.fitted.failures.get(0)) is not None:
         raise ValueError(failure.message)
     return _predict(trained.ensemble(0), (test if part == "test" else validation).x, table.task == "classification")
 

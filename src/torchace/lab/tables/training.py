@@ -26,12 +26,8 @@ class FittedEnsemble:
     ensemble: Ensemble  # from the raw matrix to logits, or to predictions in the targets' units
     trained: TrainedGroup
     held_out: OutOfFold | None  # None: every member was trained on all samples
+    temperature: float  # of the logits; 1 for a regression
     left_out: Tensor | None = None  # (K, N): the members that left out each sample
-
-    @property
-    def temperature(self) -> float:
-        """Temperature of the logits; 1 for a regression."""
-        return 1.0 if self.held_out is None else self.held_out.temperature
 
 
 def fit_ensemble(
@@ -68,7 +64,7 @@ def fit_ensemble(
 
     def train(plan: MemberPlan, samples: Split, **options: Any) -> TrainedGroup:
         trained = train_members(plan, samples, num_outputs, diversities=[diversity], seeds=[seed], **options)
-        if (failure := trained.failure(0)) is not None:
+        if (failure := trained.fitted.failures.get(0)) is not None:
             member = "" if failure.member is None else f", member {failure.member}"
             raise TrainingError(
                 f"Training (λ={diversity:g}, seed {seed}{member}) ended at step {failure.step} with {failure.message}. "
@@ -92,4 +88,4 @@ def fit_ensemble(
         trained = replace(trained, network=whole.network)
     temperature = 1.0 if held_out is None else held_out.temperature
     ensemble = assemble_ensemble(encoding.encoder(), trained.ensemble(0), scaler, temperature)
-    return FittedEnsemble(ensemble, trained, held_out, left_out)
+    return FittedEnsemble(ensemble, trained, held_out, temperature, left_out)

@@ -141,11 +141,10 @@ class Checkpoints:
     ) -> dict[str, Any] | None:
         """Restore the newest checkpoint and return its progress, or None. Called by all ranks."""
         ranks = network.ranks
-        progress, data = self._read() if ranks.is_first else (None, None)
-        progress = ranks.broadcast(progress)
+        progress, data = ranks.broadcast(self._read() if ranks.is_first else None)
         if progress is None:
             return None
-        state = shard_state(network, load_safetensors(ranks.broadcast_bytes(data)))
+        state = shard_state(network, load_safetensors(data))
         try:
             network.load_state_dict(_select("network.", state))
             _load_optimizer(optimizer, _select("optimizer.", state))

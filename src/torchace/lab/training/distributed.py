@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import re
 import time
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 
 from torchace.lab.data.splits import Inputs, input_tensors, map_inputs
 from torchace.nn.base import split_range
-from torchace.nn.parallel import broadcast_bytes
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -123,13 +121,12 @@ class Ranks:
         return _gather_axis(values, 1, num_members, self.members, self.members_group)
 
     @detect_lost_rank()
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Data of the first rank, on all ranks."""
-        return data if self.size == 1 else broadcast_bytes(data, 0, dist.group.WORLD)  # type: ignore[return-value, arg-type]
-
     def broadcast(self, content: Any = None) -> Any:
-        """JSON content of the first rank, on all ranks."""
-        return json.loads(self.broadcast_bytes(json.dumps(content).encode() if self.is_first else None))
+        """Object of the first rank, on all ranks."""
+        contents = [content]
+        if self.size > 1:
+            dist.broadcast_object_list(contents, 0)
+        return contents[0]
 
 
 class Timer:

@@ -25,7 +25,7 @@ CHUNK = 4096  # samples predicted at once, at most
 class ValidationSet:
     """Validation samples, and epochs without improvement until a run stops."""
 
-    split: Any  # Split, or an object with `len()`, `weight` and `chunks(size)`
+    split: Any  # Split, or an object with `weight` and `chunks(size)`
     patience: int  # epochs
     members: Tensor | None = None  # (K, N): those that predict each sample; None: all
 

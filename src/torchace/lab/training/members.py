@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torchace.lab.data import Batches, Split, hashed_key
 from torchace.lab.data.rng import use_seed
 from torchace.lab.schema.hyperparameters import Hyperparameters
-from torchace.lab.schema.results import Failure
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.evaluate import ValidationSet, validation_losses
 from torchace.lab.training.loop import FitResult, fit
@@ -133,10 +132,6 @@ class TrainedGroup:
     train_config: TrainConfig
     network: RunGroup
     fitted: FitResult
-
-    def failure(self, run: int) -> Failure | None:
-        """Failure of a run, or None."""
-        return self.fitted.failures.get(run)
 
     @torch.no_grad()
     def logits(self, run: int, x: Tensor) -> Iterator[Tensor]:
