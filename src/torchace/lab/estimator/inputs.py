@@ -49,8 +49,12 @@ def read_inputs_and_targets(
     estimator: Any, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
 ) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
     """Check samples and targets; see `read_inputs`."""
-    dtype = getattr(getattr(y, "dtype", None), "numpy_dtype", None)
-    if dtype is not None and not cast(Any, y).isna().any():  # a nullable type of pandas
+    if hasattr(y, "isna") and np.any(cast(Any, y).isna()):
+        raise ValueError("Expected a target for each sample, but `y` contains NaN. Leave such samples out.")
+    dtype = getattr(y, "dtype", None)
+    if options.get("y_numeric") and getattr(dtype, "kind", "") in ("m", "M"):
+        raise TypeError(f"Expected numbers in `y`, but got {dtype}. Convert them, for example to seconds.")
+    if (dtype := getattr(dtype, "numpy_dtype", None)) is not None:  # a nullable type of pandas
         y = cast(Any, y).to_numpy(dtype=dtype)
     if _mixed_frame(estimator, X, reset) is None:
         checked = validate_data(estimator, X, y, reset=reset, **NUMBERS, **options)
