@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from joblib import effective_n_jobs
 from numpy.typing import ArrayLike, NDArray
-from sklearn.metrics import log_loss
 from sklearn.utils import check_random_state
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.validation import _check_sample_weight, check_consistent_length, check_is_fitted
@@ -31,7 +32,8 @@ from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs,
 from torchace.lab.estimator.intervals import residuals_by_fold
 from torchace.lab.estimator.search import search_diversity
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters, to_python
-from torchace.lab.tables.model import TableModel
+from torchace.lab.tables.importances import permutation_increases
+from torchace.lab.tables.model import TableModel, log_probs
 from torchace.lab.tables.training import FittedEnsemble, fit_ensemble
 from torchace.lab.training.config import make_optimizer, resolve_device
 from torchace.lab.training.loop import Progress
@@ -43,17 +45,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 
-def _class_score(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
-    """Negative cross entropy; `y` may lack classes."""
-    return -log_loss(y, estimator.predict_proba(X), labels=estimator.classes_)
-
-
-def _label_score(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
-    """Negative binary cross entropy, the mean over samples and labels."""
-    return -log_loss(np.ravel(y), estimator.predict_proba(X).ravel(), labels=[0, 1])
-
-
-SCORING = {"classification": _class_score, "multilabel": _label_score, "regression": "neg_mean_squared_error"}
+# of the ensemble's log probabilities or predictions, and targets
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "classification": F.nll_loss,
+    "multilabel": lambda found, y: F.binary_cross_entropy(found.exp(), y),
+    "regression": F.mse_loss,
+}
 STOPPING = (True, False, "auto", "folds")
 ENCODE_ROWS = 65_536  # encoded at once
 
@@ -344,9 +341,12 @@ class Estimator(FittedEstimator):
         table = read_inputs(self, X, reset=False)
         rows = chunk_rows(self.ensemble_, self.ensemble_.num_members)
         parts = (raw_matrix(self._encoding, table[i : i + rows]) for i in range(0, len(table), rows))
+        return [values.numpy() for values in self._collect(parts, len(table), *functions)]
+
+    def _collect(self, parts: Iterable[Tensor], count: int, *functions: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Apply functions to the members' logits or predictions of parts of a raw matrix."""
         with self._threads(), torch.no_grad():
-            values = collect_chunks(map(self.ensemble_, parts), len(table), *functions)
-        return [value.numpy() for value in values]
+            return collect_chunks(map(self.ensemble_, parts), count, *functions)
 
     def _squeeze(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Predictions `(N, C)` in the shape of the targets."""
@@ -365,12 +365,21 @@ class Estimator(FittedEstimator):
             n_repeats: Permutations of each column.
             random_state: An int for reproducible results.
         """
-        from sklearn.inspection import permutation_importance
+        check_is_fitted(self)
+        table, y = self._validate(X, y, reset=False)
+        raw, target = raw_matrix(self._encoding, table), torch.from_numpy(self._encode_targets(y))
+        random, loss, is_regression = check_random_state(random_state), LOSSES[self._task], self._task == "regression"
+        output = (lambda p: p.mean(0)) if is_regression else partial(log_probs, self._task)
 
-        options = {"scoring": SCORING[self._task], "n_repeats": n_repeats, "random_state": random_state}
-        means = permutation_importance(self, X, y, **options).importances_mean
-        names = [str(name) for name in getattr(self, "feature_names_in_", [f"x{i}" for i in range(len(means))])]
-        return {names[i]: float(means[i]) for i in np.argsort(-means, kind="stable")}
+        def mean_loss(rows: Tensor) -> float:
+            parts = rows.split(chunk_rows(self.ensemble_, self.ensemble_.num_members))
+            return float(loss(self._collect(parts, len(rows), output)[0].double(), target))
+
+        names = [column.name for column in self._encoding.columns]
+        found = permutation_increases(mean_loss, raw, names, lambda *_: random.permutation(len(raw)), n_repeats)
+        left_out = dict.fromkeys(map(str, getattr(self, "feature_names_in_", names)), 0.0)
+        means = {**left_out, **{name: float(np.mean(increases)) for name, increases in found.items()}}
+        return dict(sorted(means.items(), key=lambda entry: -entry[1]))
 
     # -- files --------------------------------------------------------------------------------------------------------
 
