@@ -293,6 +293,36 @@ def test_a_row_of_totals_is_announced():
 
 
 @pytest.mark.parametrize(
+    ("cells", "mark"),
+    [
+        (["-999", "1.5", "2.5"], "-999"),
+        (["9999", "15", "-25"], "9999"),
+        (["999", "400", "2"], None),
+        (["-99", "1", "2"], None),
+        (["1000", "1", "2"], None),
+    ],
+)
+def test_marks_of_missing_values_among_numbers_are_announced(cells, mark):
+    cells = [*cells * 10, *["1", "2"] * 15]
+    note = (
+        f"Column 'level' is {mark} in 10 rows, far from its other values; leave these cells empty if it stands for a "
+    )
+    note = (f"{note}missing value.",) if mark else ()
+    assert infer_schema(pets(60, level=cells), "pet").notes == note
+    assert infer_schema(pets(60, level=cells), "level", "regression").notes == note
+
+
+def test_columns_that_determine_the_target_are_announced():
+    frame = pets(
+        40, code=[[1, 0][i // 2 % 2] for i in range(40)], near=[[1, 0][i // 2 % 2 or i == 0] for i in range(40)]
+    )
+    note = "Column '{}' determines the target '{}'; leave it out if it is not known before predicting."
+    assert infer_schema(frame, "pet").notes == (note.format("code", "pet"),)
+    frame = pets(40, price=[f"{i},5" for i in range(40)], copy=[i + 0.5 for i in range(40)])
+    assert infer_schema(frame, "price").notes == (note.format("copy", "price"),)
+
+
+@pytest.mark.parametrize(
     ("name", "values"),
     [
         ("id", range(100, 160, 2)),

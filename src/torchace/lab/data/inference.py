@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchace.lab.data.errors import DataError, arrow, first_duplicate, pandas, quote, row_number
-from torchace.lab.data.notes import find_code, find_unit, note_spellings, note_totals, settle_dates
+from torchace.lab.data.notes import find_code, find_unit, note_leaks, note_numbers, note_spellings, settle_dates
 from torchace.lab.data.parsing import (
     MIN_SHARE,
     MISSING,
@@ -98,7 +98,8 @@ def infer_schema(
         )
     notes += more
     quantities = [Column(n, "number", f) for n, f in zip(targets, predicted.formats, strict=False)]  # none of classes
-    note_totals(frame, [*columns, *quantities], notes)
+    note_numbers(frame, [*columns, *quantities], notes)
+    note_leaks(frame, columns, predicted, notes)
     requested = [(name, "as requested") for name in frame.columns if name in left_out]
     return Schema(columns, predicted, tuple(notes), (*dropped, *requested))
 

@@ -1,4 +1,4 @@
-"""Signs that a column is not what it seems: codes, equal labels in several spellings, units, totals, dates."""
+"""Signs that a column is not what it seems: codes, equal labels in several spellings, units, totals, dates, leaks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchace.lab.data.errors import arrow, quote, quote_all, row_number
-from torchace.lab.data.parsing import MIN_SHARE, dates, is_category, is_numeric, texts
-from torchace.lab.data.table_schema import Column, feature_numbers
+from torchace.lab.data.parsing import MIN_SHARE, dates, is_category, is_numeric, number_text, texts
+from torchace.lab.data.table_schema import Column, Target, feature_numbers
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
@@ -90,14 +90,41 @@ def settle_dates(frame: DataFrame, columns: Sequence[Column], notes: list[str]) 
     return tuple(columns)
 
 
-def note_totals(frame: DataFrame, columns: Sequence[Column], notes: list[str]) -> None:
-    """Add a note if the last row is the sum of the others in a column of numbers."""
+def note_numbers(frame: DataFrame, columns: Sequence[Column], notes: list[str]) -> None:
+    """Add notes about marks of missing values such as -999, and about a last row that is the sum of the others."""
+    sums: list[str] = []
     for column in columns:
-        *others, last = feature_numbers(frame[column.name], column) if column.kind == "number" else (0.0,)
-        present = np.array([value for value in others if value and not np.isnan(value)])
+        if column.kind != "number":
+            continue
+        values = np.nan_to_num(feature_numbers(frame[column.name], column))
+        last, present = values[-1], values[:-1][values[:-1] != 0]
         if len(present) >= MIN_SUMMANDS and np.isclose(present.sum(), last, rtol=1e-6) and last > present.max():
-            row = row_number(frame, len(frame) - 1)
+            sums.append(column.name)
+        mark = float(values[np.abs(values).argmax()])
+        others = values[values != mark]
+        is_far = np.abs(others).max(initial=0) < abs(mark) / 3 and 0 < len(others) < len(values) - 1
+        if is_far and re.fullmatch("-?999+", number_text(mark)):
             notes.append(
-                f"Row {row} seems to hold totals: its {quote(column.name)} is the sum of all others; remove it."
+                f"Column {quote(column.name)} is {number_text(mark)} in {len(values) - len(others)} rows, far from its "
+                "other values; leave these cells empty if it stands for a missing value."
             )
-            return
+    if sums:
+        row = row_number(frame, len(frame) - 1)
+        notes.append(f"Row {row} seems to hold totals: its {quote(sums[0])} is the sum of all others; remove it.")
+
+
+def note_leaks(frame: DataFrame, columns: Sequence[Column], target: Target, notes: list[str]) -> None:
+    """Add a note for each column that is a copy of the target, or has one value for each class."""
+    for column in columns:
+        if target.classes:
+            pairs = (part[[column.name, target.name]].drop_duplicates() for part in (frame[:1000], frame))
+            is_copy = all(len(found) == found[column.name].nunique() == found[target.name].nunique() for found in pairs)
+        else:
+            quantity = Column(target.names[0], "number", target.formats[0])
+            values = feature_numbers(frame[quantity.name], quantity)
+            is_copy = column.kind == "number" and np.array_equal(feature_numbers(frame[column.name], column), values)
+        if is_copy:
+            notes.append(
+                f"Column {quote(column.name)} determines the target {quote(target.name)}; leave it out if it is not "
+                "known before predicting."
+            )
