@@ -107,6 +107,9 @@ def test_tab_separated_values_are_never_split_at_commas(tmp_path):
         ("2001,2002,2003\n5,6,7\n", ["2001", "2002", "2003"]),
         (" a , b \n1,2\n", ["a", "b"]),
         ("a,b\n1,2", ["a", "b"]),
+        ("sep=;\na;b\n1,5;2\n", ["a", "b"]),  # Excel
+        ("sep=;\r\na;b\r\n1,5;2\r\n", ["a", "b"]),
+        ("sep=;b\n1;2\n", ["sep=", "b"]),
     ],
 )
 def test_the_delimiter_is_the_one_that_fits(tmp_path, text, columns):

@@ -84,6 +84,7 @@ def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
     delimiter, unnamed = _find_layout(path, encoding)
     dialect: dict[str, Any] = {"delimiter": delimiter, "skipinitialspace": True, "strict": True}
     with _open_text(path, encoding) as file:
+        _skip_separator(file)
         reader, previous, count = csv.reader(file, **dialect), 0, 0
         try:
             names = _column_names(next(filter(any, reader), []), unnamed, path)
@@ -152,6 +153,12 @@ def _open_text(path: Path, encoding: str) -> IO[str]:
     return open_file(path, "rt", encoding=encoding, newline="")
 
 
+def _skip_separator(file: IO[str]) -> None:
+    """Skip the line `sep=;` that Excel may write first."""
+    if not re.fullmatch("sep=.[\r\n]+", file.readline(10)):
+        file.seek(0)
+
+
 def _text_encoding(path: Path) -> str:
     """Encoding of a text file: UTF-16 by its byte order mark or zero bytes, UTF-8 if valid, else Windows-1252."""
     with _open_text(path, "latin-1") as file:
@@ -181,6 +188,7 @@ def _find_layout(path: Path, encoding: str) -> tuple[str, int | None]:
     samples: dict[str, list[list[str]]] = {}
     for delimiter in ["\t"] if ".tsv" in path.name.lower() else DELIMITERS:
         with _open_text(path, encoding) as file:
+            _skip_separator(file)
             reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
             samples[delimiter] = list(islice(filter(any, reader), SAMPLE_ROWS)) or [[]]
 
