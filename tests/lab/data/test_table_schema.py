@@ -329,6 +329,8 @@ def test_columns_that_determine_the_target_are_announced():
         ("customer_id", range(900, 930)),
         ("userId", [f"u{i}" for i in range(30)]),
         ("row names", [str(i) for i in range(30, 60)]),
+        ("serial", [2**64 - 1 - i for i in range(30)]),  # one number in float64
+        ("post_id", [str(2**53 + i) for i in range(30)]),  # 16 numbers in float64
     ],
 )
 def test_identifiers(name, values):

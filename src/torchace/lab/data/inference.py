@@ -233,8 +233,10 @@ def _reject_numbers(cells: Series, values: NDArray[np.float64], seen: dict[bytes
     present = values[~np.isnan(values)]
     distinct = len(np.unique(present))
     is_whole = bool((present == np.floor(present)).all())
-    if is_whole and _IDENTIFIER.search(str(cells.name)) and 1 < distinct > MAX_DISTINCT * len(present):
-        return f"an identifier: {distinct} of {len(present)} values differ"
+    exact = cells.nunique() if distinct and np.abs(present).max() >= 2**53 else distinct  # float64 merges some
+    is_named = _IDENTIFIER.search(str(cells.name)) is not None and 1 < exact > MAX_DISTINCT * len(present)
+    if is_whole and (is_named or distinct == 1 < exact):
+        return f"an identifier: {exact} of {len(present)} values differ"
     return _reject_constant(cells, len(present), distinct) or _reject_duplicate(cells, values.tobytes(), seen)
 
 
