@@ -85,9 +85,12 @@ def _mixed_frame(estimator: Any, X: Any, reset: bool) -> DataFrame | None:
             raise ValueError(f"Expected {len(names)} columns as in the training data, but got shape {cells.shape}.")
         X = pd.DataFrame(cells, columns=names)
     frame = check_columns(X)
-    from pandas.api.types import is_numeric_dtype  # type: ignore[import-untyped]
+    from pandas.api.types import infer_dtype, is_numeric_dtype  # type: ignore[import-untyped]
 
-    return None if is_plain and all(map(is_numeric_dtype, frame.dtypes)) else frame
+    def is_numeric(column: Any) -> bool:  # truth values were numbers in training, and objects if one is missing
+        return is_numeric_dtype(column.dtype) or (is_fitted and infer_dtype(column, skipna=True) == "boolean")
+
+    return None if is_plain and all(is_numeric(frame[name]) for name in frame) else frame
 
 
 def learn_inputs(
