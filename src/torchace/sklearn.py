@@ -155,7 +155,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self.classes_ = np.unique(y) if y.ndim == 1 else np.arange(y.shape[1])
         self._num_outputs = len(self.classes_)
         if y.ndim == 1 and self._num_outputs < 2:
-            raise ValueError(f"Expected at least two classes in `y`, but got one class: {self.classes_[0]!r}.")
+            raise ValueError(f"Expected at least two classes in `y`, but got one class: {self.classes_.tolist()[0]!r}.")
 
     def _encode_targets(self, y: NDArray[Any]) -> NDArray[Any]:
         if self._task == "multilabel":
@@ -167,7 +167,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         codes = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
         unknown = self.classes_[codes] != y
         if unknown.any():
-            raise ValueError(f"Expected labels in {self.classes_}, but got {y[unknown][0]!r}.")
+            raise ValueError(f"Expected labels in {self.classes_}, but got {y[unknown].tolist()[0]!r}.")
         return codes.astype(np.int64)
 
 

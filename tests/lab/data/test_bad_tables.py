@@ -82,7 +82,7 @@ FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "NPZ of objects": ("t.npz", npz(y=np.array([1, "a", None], dtype=object)), ("Object arrays cannot be loaded",)),
     "NPZ of a single number": ("t.npz", npz(x=np.zeros(3), k=np.array(5)), ("'k'", "()")),
     "NPZ of images": ("t.npz", npz(x=np.zeros((3, 8, 8))), ("'x'", "(3, 8, 8)")),
-    "NPZ of other lengths": ("t.npz", npz(x=np.zeros((3, 2)), y=np.zeros(4)), ("same length",)),
+    "NPZ of other lengths": ("t.npz", npz(x=np.zeros((3, 2)), y=np.zeros(4)), ("'x' has 3 rows", "'y' has 4")),
     "NPZ of clashing names": ("t.npz", npz(x=np.zeros((3, 2)), x1=np.zeros(3)), ("'x1'", "rename")),
     "NPZ of no arrays": ("t.npz", npz(), ("no columns",)),
     "NPZ of no rows": ("t.npz", npz(x=np.zeros((0, 2))), ("no rows",)),

@@ -12,6 +12,7 @@ import torch
 
 from tests.lab.data.tables_support import pets
 from torchace.lab.data import DataError
+from torchace.lab.data.errors import quote
 from torchace.lab.data.inference import infer_schema, missing_targets
 from torchace.lab.data.parsing import MISSING, PLACEHOLDERS
 from torchace.lab.data.table_schema import Column, Target, feature_numbers
@@ -106,6 +107,9 @@ def test_an_infinite_number_in_a_dropped_column_is_ignored():
         (["CHF 1'234.50", "12.25 USD", "₹7"], "1'234.5", [1234.5, 12.25, 7]),
         (["($1,234.50)", "-2.25", "missing"], "1,234.5", [-1234.5, -2.25, np.nan]),
         (["#DIV/0!", "2.5", "(null)"], "", [np.nan, 2.5, np.nan]),
+        (["\u22121.5", "\u20132.25", "3"], "1234.5", [-1.5, -2.25, 3]),
+        (["1.234,50-", "12,25", "7,00-"], "1.234,5", [-1234.5, 12.25, -7]),
+        (["1-", "2", "3-"], None, []),  # grades
     ],
 )
 def test_number_formats(cells, format, values):
@@ -141,6 +145,7 @@ def test_ambiguous_commas_are_read_as_in_the_other_columns():
         (["31 Jan 2020", "1 Feb 2020"], "%d %b %Y"),
         (["1/31/2020 1:05 PM", "2/1/2020 11:59 AM"], "%m/%d/%Y %I:%M %p"),
         (["12:30", "00:15"], "%H:%M"),
+        (["31.01.2020 12:30:00.250", "01.02.2020 00:00:00.000"], "%d.%m.%Y %H:%M:%S.%f"),
     ],
 )
 def test_date_formats(cells, format):
@@ -154,6 +159,23 @@ def test_date_formats(cells, format):
             pd.Timestamp("2020-01-31"),
             pd.Timestamp("2020-02-01"),
         ]
+
+
+@pytest.mark.parametrize(
+    ("others", "format", "is_noted"),
+    [
+        ([], "%d/%m/%Y", True),
+        (["31/01/2020", "30/01/2020"], "%d/%m/%Y", False),
+        (["01/31/20", "01/30/20"], "%m/%d/%Y", False),
+        (["01-31-2020", "01-30-2020", "29/01/20", "28/01/20"], "%d/%m/%Y", True),
+    ],
+)
+def test_ambiguous_dates_are_read_as_in_the_other_columns(others, format, is_noted):
+    settled = {f"other {i}": others[i : i + 2] * 20 for i in range(0, len(others), 2)}
+    schema = infer_schema(pets(40, when=["03/04/2020", "05/06/2020"] * 20, **settled), "pet")
+    assert Column("when", "date", format) in schema.columns
+    note = f"Column 'when' has dates that may have the day or the month first; they are read like {format}. "
+    assert schema.notes == ((f"{note}Write the year first if that is wrong.",) if is_noted else ())
 
 
 def test_a_few_other_cells_in_a_column_of_numbers_are_missing():
@@ -206,16 +228,85 @@ def test_mixtures_of_numbers_and_texts_are_announced():
     assert schema.notes == (note,)
 
 
-def test_labels_that_differ_in_case_are_announced():
-    frame = pets(color=["Red", "red ", "blue"] * 10)
-    frame["pet"] = ["True", "true", "false"] * 10  # truth values are one class each
-    assert len(infer_schema(frame, "pet").notes) == 1
-    frame["pet"] = ["Cat", "cat", "dog"] * 10
-    notes = infer_schema(frame, "pet").notes
-    assert notes == (
-        "The target 'pet' has labels that differ only in case: 'Cat', 'cat'; they are kept apart.",
-        "Column 'color' has labels that differ only in case: 'Red', 'red'; they are kept apart.",
+@pytest.mark.parametrize(
+    ("labels", "alike"),
+    [
+        (["Cat", "cat", "dog"], "'Cat', 'cat'"),
+        (["True", "true", "false"], None),  # one class each
+        (["New York", "New\u00a0York", "Rome"], r"'New York', 'New\xa0York'"),
+        (["New  York", "New York", "Rome"], "'New  York', 'New York'"),
+        (["Z\u00fcrich", "Zu\u0308rich", "Bern"], "'Zu\u0308rich', 'Z\u00fcrich'"),
+        (["a\u200b", "a", "b"], r"'a', 'a\u200b'"),
+        (["yes", "NO", "Y", "1", "0"], "'0', 'NO'"),
+        (["yes", "no", "maybe", "y"], None),
+        (["f", "n", "y"], None),
+    ],
+)
+def test_labels_that_seem_the_same_are_announced(labels, alike):
+    frame = pets(12 * len(labels), color=[*labels, f"{labels[0]} ", *labels[1:]] * 6)
+    notes = infer_schema(frame, "color").notes
+    seem = f"has labels that seem to be the same: {alike}; they are kept apart."
+    assert notes == (() if alike is None else (f"The target 'color' {seem}",))
+    if labels[1] != "true":
+        assert infer_schema(frame, "pet").notes == (() if alike is None else (f"Column 'color' {seem}",))
+
+
+@pytest.mark.parametrize(
+    ("cells", "unit"),
+    [
+        ([f"{i}.5 kg" for i in range(20)], "0.5 kg"),
+        ([f"<{i},5" if i % 4 == 0 else f"{i},5" for i in range(20)], "<0,5"),
+        ([f"1,{i % 10}34.{i}0 CR" if i % 2 else f"{i} DR" for i in range(20)], "0 DR"),
+        ([f"{i}{'ABCD'[i % 4]}" for i in range(20)], None),  # codes
+        ([f"A{i}" for i in range(20)], None),
+        ([f"+49 170 {i}" for i in range(20)], None),
+    ],
+)
+def test_numbers_with_units_are_announced(cells, unit):
+    schema = infer_schema(pets(40, repeated=cells * 2), "pet")
+    advice = f"such as {quote(unit)}; write the numbers alone"
+    assert [advice in note for note in schema.notes] == [True] * (unit is not None)
+    reasons = dict(infer_schema(pets(20, unique=cells), "pet").dropped)
+    assert (advice in reasons["unique"]) == (unit is not None)
+
+
+def test_a_row_of_totals_is_announced():
+    prices = [f"{i},5" for i in range(30)]
+    note = "Row 31 seems to hold totals: its 'price' is the sum of all others; remove it."
+    frame = pets(31, price=[*prices, "450,0"], color=[*["red", "blue"] * 15, "Total"])
+    assert infer_schema(frame, "pet").notes == infer_schema(frame[["color", "price"]], "price").notes == (note,)
+    frame["price"] = [*["0"] * 29, "3", "3"]
+    assert infer_schema(frame, "pet").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("cells", "mark"),
+    [
+        (["-999", "1.5", "2.5"], "-999"),
+        (["9999", "15", "-25"], "9999"),
+        (["999", "400", "2"], None),
+        (["-99", "1", "2"], None),
+        (["1000", "1", "2"], None),
+    ],
+)
+def test_marks_of_missing_values_among_numbers_are_announced(cells, mark):
+    cells = [*cells * 10, *["1", "2"] * 15]
+    note = (
+        f"Column 'level' is {mark} in 10 rows, far from its other values; leave these cells empty if it stands for a "
     )
+    note = (f"{note}missing value.",) if mark else ()
+    assert infer_schema(pets(60, level=cells), "pet").notes == note
+    assert infer_schema(pets(60, level=cells), "level", "regression").notes == note
+
+
+def test_columns_that_determine_the_target_are_announced():
+    frame = pets(
+        40, code=[[1, 0][i // 2 % 2] for i in range(40)], near=[[1, 0][i // 2 % 2 or i == 0] for i in range(40)]
+    )
+    note = "Column '{}' determines the target '{}'; leave it out if it is not known before predicting."
+    assert infer_schema(frame, "pet").notes == (note.format("code", "pet"),)
+    frame = pets(40, price=[f"{i},5" for i in range(40)], copy=[i + 0.5 for i in range(40)])
+    assert infer_schema(frame, "price").notes == (note.format("copy", "price"),)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +316,8 @@ def test_labels_that_differ_in_case_are_announced():
         ("customer_id", range(900, 930)),
         ("userId", [f"u{i}" for i in range(30)]),
         ("row names", [str(i) for i in range(30, 60)]),
+        ("serial", [2**64 - 1 - i for i in range(30)]),  # one number in float64
+        ("post_id", [str(2**53 + i) for i in range(30)]),  # 16 numbers in float64
     ],
 )
 def test_identifiers(name, values):

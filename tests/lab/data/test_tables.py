@@ -108,6 +108,9 @@ def test_tab_separated_values_are_never_split_at_commas(tmp_path):
         ("2001,2002,2003\n5,6,7\n", ["2001", "2002", "2003"]),
         (" a , b \n1,2\n", ["a", "b"]),
         ("a,b\n1,2", ["a", "b"]),
+        ("sep=;\na;b\n1,5;2\n", ["a", "b"]),  # Excel
+        ("sep=;\r\na;b\r\n1,5;2\r\n", ["a", "b"]),
+        ("sep=;b\n1;2\n", ["sep=", "b"]),
     ],
 )
 def test_the_delimiter_is_the_one_that_fits(tmp_path, text, columns):
@@ -202,6 +205,8 @@ def parquet_table() -> pa.Table:
             "float": pa.array([0.5, None, float("nan")], pa.float64()),
             "bool": pa.array([True, None, False]),
             "text": pa.array(["a", None, "ü"]),
+            "text view": pa.array(["a", None, "ü"], pa.string_view()),
+            "duration": pa.array([1_500_000, None, 0], pa.duration("us")),
             "dictionary": pa.array(["x", "y", "x"]).dictionary_encode(),
             "decimal": pa.array([Decimal("1.50"), None, Decimal("-2")], pa.decimal128(10, 2)),
             "date": pa.array([0, 1, None], pa.date32()),
@@ -221,6 +226,8 @@ def test_parquet(tmp_path):
         "float": ["0.5", None, None],
         "bool": ["True", None, "False"],
         "text": ["a", None, "ü"],
+        "text view": ["a", None, "ü"],
+        "duration": ["1.5", None, "0"],
         "dictionary": ["x", "y", "x"],
         "decimal": ["1.5", None, "-2"],
         "date": ["1970-01-01", "1970-01-02", None],

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from torch import nn
 
-from torchace.sklearn import ACEClassifier
+from torchace.sklearn import ACEClassifier, NCLRegressor
 
 ROWS = 60
 DRAW = np.random.default_rng(0)
@@ -61,6 +61,8 @@ def test_uninformative_columns_are_left_out(column: Any, reason: str | None) -> 
         (lambda: _fit(class_weight={"cat": -1, "dog": 1}), "`class_weight` with weights of at least 0"),
         (lambda: _fit(callbacks=print), "`callbacks` to be a list of functions, but got <built-in function print>"),
         (lambda: _fit(y=[None, *LABELS[1:]]), "`y` has None"),
+        (lambda: _fit(y=pd.Series([None, *LABELS[1:]], dtype="string")), "`y` contains NaN"),
+        (lambda: NCLRegressor().fit(FRAME, pd.date_range("2020", periods=ROWS)), r"numbers in `y`, but got datetime64"),
         (lambda: _fit(y=np.tile([[1, -1], [-1, 1]], (ROWS // 2, 1))), r"of 0 and 1, but got \[-1  1\]"),
         (lambda: _fit(network=lambda inputs, outputs: nn.Linear(inputs, outputs + 1)), r"\(N, 2\), but got \(2, 3\)"),
     ],

@@ -48,11 +48,11 @@ FAILURES: dict[str, tuple[Any, Any]] = {
     "negative weights": (lambda m, y: m.fit(OTHER_X, y, sample_weight=-np.ones(60)), {}),
     "tuning": (lambda m, y: m.set_params(diversity="auto").fit(OTHER_X, y), {"search_diversity": KeyboardInterrupt}),
     "training": (lambda m, y: m.fit(OTHER_X, y), {"fit_ensemble": KeyboardInterrupt}),
-    "the last step": (lambda m, y: m.fit(OTHER_X, y), {"_history": MemoryError}),
+    "the last step": (lambda m, y: m.fit(OTHER_X, y), {"_history_entry": MemoryError}),
     "explosion": (lambda m, y: m.set_params(learning_rate=1e30).fit(OTHER_X, y), {}),
     "columns, partial": (lambda m, y: m.partial_fit(OTHER_X, y), {}),
     "weights, partial": (lambda m, y: m.partial_fit(OTHER_X[:, :4], y, sample_weight=np.zeros(60)), {}),
-    "the end, partial": (lambda m, y: m.partial_fit(OTHER_X[:, :4], y), {"_history": KeyboardInterrupt}),
+    "the end, partial": (lambda m, y: m.partial_fit(OTHER_X[:, :4], y), {"_history_entry": KeyboardInterrupt}),
 }
 
 

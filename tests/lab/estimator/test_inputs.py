@@ -163,3 +163,12 @@ def test_truth_values_match_numbers_at_prediction() -> None:
     expected = model.predict_proba(frame)
     np.testing.assert_array_equal(model.predict_proba(frame.assign(c=frame["c"].astype(int))), expected)
     np.testing.assert_array_equal(model.predict_proba(frame.assign(c=frame["c"].astype(float))), expected)
+
+
+def test_truth_values_may_be_missing_at_prediction() -> None:
+    """pandas reads a column of truth values as objects if one is missing."""
+    frame = pd.DataFrame({"flag": np.arange(60) % 2 == 0, "x": np.arange(60) / 7})
+    fitted = ACEClassifier(num_members=2, epochs=2, random_state=0).fit(frame, np.arange(60) % 3)
+    later = frame.assign(flag=frame["flag"].astype(object).where(frame["x"] > 1, None))
+    expected = fitted.predict_proba(frame.assign(flag=frame["flag"].astype(float).where(frame["x"] > 1)))
+    assert np.array_equal(fitted.predict_proba(later), expected)

@@ -78,6 +78,12 @@ def test_callbacks_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
+def _loss(fitted: Any, frame: pd.DataFrame, y: Any) -> float:
+    if isinstance(fitted, NCLRegressor):
+        return float(np.mean((fitted.predict(frame) - y) ** 2))
+    return -float(np.mean(fitted.predict_log_proba(frame)[np.arange(len(y)), (y == "yes").astype(int)]))
+
+
 @pytest.mark.parametrize("kind", [ACEClassifier, NCLRegressor])
 def test_importances_name_the_columns_that_matter(kind: type) -> None:
     frame, y = _frame(200)
@@ -87,6 +93,13 @@ def test_importances_name_the_columns_that_matter(kind: type) -> None:
     assert set(found) == {"age", "town", "noise", "when"}
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert set(list(found)[:2]) == {"age", "town"}
+    random, before = np.random.RandomState(0), _loss(fitted, frame, target)
+    for name in ("age", "town", "noise", "when"):
+        orders = [random.permutation(200) for _ in range(5)]
+        altered = [frame.assign(**{name: frame[name].to_numpy()[order]}) for order in orders]
+        increase = np.mean([_loss(fitted, table, target) for table in altered]) - before
+        assert found[name] == pytest.approx(increase, rel=1e-6, abs=1e-9)  # members compute in float64
+    assert fitted.feature_importances(frame.assign(town="Ulm"), target, random_state=0)["town"] == 0
     one_class = frame[y == "yes"]  # rows of a test may lack a class
     assert fitted.feature_importances(one_class, target[y == "yes"], random_state=0).keys() == found.keys()
     X = np.random.default_rng(0).normal(size=(30, 2))

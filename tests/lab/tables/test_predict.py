@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,15 @@ def test_a_full_disk_leaves_no_output(
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/out{suffix}'"):
         predict_file(classifier, data, tmp_path / f"out{suffix}")
     assert folder_contents(tmp_path) == before
+
+
+def test_copied_columns_of_any_type_can_be_read_by_pandas(classifier: TableModel, tmp_path: Path) -> None:
+    frame = pets(8).assign(state=pd.Categorical(["on", "off"] * 4), price=[Decimal("1.50")] * 8)
+    frame.to_parquet(tmp_path / "data.parquet")
+    predict_file(classifier, tmp_path / "data.parquet", tmp_path / "out.parquet", keep=["state", "price"], rows=4)
+    kept = pd.read_parquet(tmp_path / "out.parquet")
+    assert kept["state"].tolist() == ["on", "off"] * 4
+    assert kept["price"].tolist() == [Decimal("1.50")] * 8
 
 
 def test_copied_columns_keep_their_type_in_every_chunk(classifier: TableModel, tmp_path: Path) -> None:

@@ -203,6 +203,9 @@ def test_the_training_part_is_described(tmp_path: Path) -> None:
     assert columns["age"].missing == train["age"].isna().sum()
     assert tuple(columns["fur"].categories[0]) == next(iter(train["fur"].value_counts().items()))
     assert columns["part"].kind == "dropped"
+    shown = column_table(table.description, len(table.train)).sections[0].rows[0]
+    counts = ", ".join(f"{name} ({count})" for name, count in train["pet"].value_counts().items())
+    assert [cell.text for cell in shown] == ["pet", "target: classes", counts, "0"]
 
 
 def test_numbers_to_predict_are_described_as_they_were_read(tmp_path: Path) -> None:

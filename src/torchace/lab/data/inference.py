@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.errors import DataError, arrow, first_duplicate, pandas, quote, quote_all, row_number
+from torchace.lab.data.errors import DataError, arrow, first_duplicate, pandas, quote, row_number
+from torchace.lab.data.notes import find_code, find_unit, note_leaks, note_numbers, note_spellings, settle_dates
 from torchace.lab.data.parsing import (
     MIN_SHARE,
     MISSING,
@@ -51,7 +52,6 @@ MAX_DISTINCT = 0.9  # a larger fraction of distinct texts means identifiers or f
 TEXT_WORDS, TEXT_DISTINCT = 4, 0.5  # free text too: mean number of words, fraction of distinct texts
 MIXED_DISTINCT = 10  # with more distinct texts, a mix of dates or numbers and texts looks like a mistake
 MIXED_NUMBERS = 0.5  # a smaller share of numbers is usual among codes
-CODE_DIGITS = 4  # as many digits in every cell, some with a leading 0, are a code such as a postal code
 
 _IDENTIFIER = re.compile(
     r"(?i:^(id|uuid|guid|index|idx|key|row|row[ _.]?(id|names?|numbers?|no|nr)|unnamed:? ?0)$)"
@@ -96,8 +96,12 @@ def infer_schema(
             f"No column is left to predict {quote(predicted.name)} from{why}; give a table with columns of numbers or "
             "of categories that vary."
         )
+    notes += more
+    quantities = [Column(n, "number", f) for n, f in zip(targets, predicted.formats, strict=False)]  # none of classes
+    note_numbers(frame, [*columns, *quantities], notes)
+    note_leaks(frame, columns, predicted, notes)
     requested = [(name, "as requested") for name in frame.columns if name in left_out]
-    return Schema(columns, predicted, (*notes, *more), (*dropped, *requested))
+    return Schema(columns, predicted, tuple(notes), (*dropped, *requested))
 
 
 def infer_columns(
@@ -134,7 +138,7 @@ def infer_columns(
             columns.append(column)
     if columns:
         dropped += [(column.name, "an identifier: it numbers the rows") for column in row_numbers]
-    return tuple(columns or row_numbers), tuple(dropped), tuple(notes)
+    return settle_dates(frame, columns or row_numbers, notes), tuple(dropped), tuple(notes)
 
 
 def skip_missing_targets(frame: DataFrame, targets: Sequence[str], task: str | None = None) -> DataFrame:
@@ -186,7 +190,7 @@ def _infer_column(
     """Column of a table, or the reason for leaving it out."""
     name, (format, share) = str(cells.name), found
     kind = requested or ("number" if share >= MIN_SHARE else "category")
-    code = _find_code(cells) if requested is None and kind == "number" else None
+    code = find_code(cells) if requested is None and kind == "number" else None
     kind, number_share = (kind, share) if code is None else ("category", 0.0)
     try:
         if kind == "date" or (requested is None and kind == "category" and not is_category(cells)):
@@ -229,8 +233,10 @@ def _reject_numbers(cells: Series, values: NDArray[np.float64], seen: dict[bytes
     present = values[~np.isnan(values)]
     distinct = len(np.unique(present))
     is_whole = bool((present == np.floor(present)).all())
-    if is_whole and _IDENTIFIER.search(str(cells.name)) and 1 < distinct > MAX_DISTINCT * len(present):
-        return f"an identifier: {distinct} of {len(present)} values differ"
+    exact = cells.nunique() if distinct and np.abs(present).max() >= 2**53 else distinct  # float64 merges some
+    is_named = _IDENTIFIER.search(str(cells.name)) is not None and 1 < exact > MAX_DISTINCT * len(present)
+    if is_whole and (is_named or distinct == 1 < exact):
+        return f"an identifier: {exact} of {len(present)} values differ"
     return _reject_constant(cells, len(present), distinct) or _reject_duplicate(cells, values.tobytes(), seen)
 
 
@@ -247,17 +253,25 @@ def _reject_category(
     if date_share >= max(MIXED_DATES, number_share) and distinct > MIXED_DISTINCT:  # 1990.5 is both
         return f"{date_share:.0%} of its values are dates, the others are not; correct them"
     is_mixed = number_share >= MIXED_NUMBERS and distinct > MIXED_DISTINCT
+    unit = find_unit(labels) if distinct > MIXED_DISTINCT and not is_mixed else None
     words = pc.mean(pc.count_substring_regex(present, r"\S+")).as_py()
     if distinct > MAX_DISTINCT * len(present) or (words >= TEXT_WORDS and distinct > TEXT_DISTINCT * len(present)):
         if is_mixed:
             return f"{number_share:.0%} of its values are numbers, the others are not; correct them"
+        if unit is not None:
+            return f"its numbers have text beside them, such as {quote(unit)}; write the numbers alone"
         return f"{'free text' if words > 1 else 'an identifier'}: {distinct} of {len(present)} values differ"
     if reason := _reject_duplicate(cells, pandas().util.hash_array(column.to_pandas().to_numpy()).tobytes(), seen):
         return reason
     if is_mixed:
         share = f"{number_share:.0%} of its values are numbers"
         notes.append(f"Column {quote(cells.name)} is read as categories, though {share}; correct the others.")
-    _note_cases(f"Column {quote(cells.name)}", labels, notes)
+    if unit is not None:
+        notes.append(
+            f"Column {quote(cells.name)} is read as categories, though its values are numbers with text beside them, "
+            f"such as {quote(unit)}; write the numbers alone."
+        )
+    note_spellings(f"Column {quote(cells.name)}", labels, notes)
     return None
 
 
@@ -270,27 +284,6 @@ def _reject_constant(cells: Series, present: int, distinct: int) -> str | None:
 def _reject_duplicate(cells: Series, content: bytes, seen: dict[bytes, str]) -> str | None:
     first = seen.setdefault(content, str(cells.name))
     return None if first == cells.name else f"its values are those of {quote(first)}"
-
-
-def _find_code(cells: Series) -> str | None:
-    """First cell with a leading 0 if all cells have the same number of digits, at least `CODE_DIGITS`."""
-    pc = arrow("pyarrow.compute")
-    if is_numeric(cells) or is_category(cells):
-        return None
-    present = texts(cells).drop_null().unique()
-    width = len(present[0].as_py()) if len(present) else 0
-    if width < CODE_DIGITS or not pc.all(pc.match_substring_regex(present, f"^[0-9]{{{width}}}$")).as_py():
-        return None
-    return next(iter(present.filter(pc.starts_with(present, "0")).to_pylist()), None)
-
-
-def _note_cases(what: str, labels: Any, notes: list[str]) -> None:
-    """Add a note if some labels differ only in case."""
-    alike: dict[str, list[str]] = {}
-    for label in sorted(labels.to_pylist()):
-        alike.setdefault(label.lower(), []).append(label)
-    if several := next((found for found in alike.values() if len(found) > 1), None):
-        notes.append(f"{what} has labels that differ only in case: {quote_all(several)}; they are kept apart.")
 
 
 def _is_row_number(column: Series, format: str) -> bool:
@@ -325,7 +318,7 @@ def _infer_target(column: Series, task: str | None, found: tuple[str, float], no
         )
     if task != "regression":
         target = Target((name,), "classification", _infer_classes(column, is_number and not format))
-        _note_cases(f"The target {quote(name)}", arrow().array(target.class_names), notes)
+        note_spellings(f"The target {quote(name)}", arrow().array(target.class_names), notes)
         return target
     if len(np.unique(values)) == 1:
         raise DataError(

@@ -4,6 +4,7 @@
   to predict, also `PLACEHOLDERS`.
 - Numbers use a decimal point: `-1.5e3`, `.5`, `007`, but not `0x1F`. `inf` and `1e999` are infinite. A format of
   `NUMBER_FORMATS` allows other separators, and percent and currency signs, which are removed: `12,5 %` is 12.5.
+- Durations are numbers of seconds.
 - Truth values are the texts `True` and `False`; dates become texts in ISO 8601.
 """
 
@@ -40,7 +41,7 @@ NUMBER_FORMATS = {
 }
 _DAYS = ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y/%m/%d", "%d-%m-%Y", "%m-%d-%Y")
 _MONTHS = ("%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d, %Y", "%d-%b-%Y", "%d-%b-%y", "%d.%m.%y", "%d/%m/%y", "%m/%d/%y")
-_TIMES = ("%H:%M", "%H:%M:%S", "%I:%M %p", "%I:%M:%S %p")
+_TIMES = ("%H:%M", "%H:%M:%S", "%H:%M:%S.%f", "%I:%M %p", "%I:%M:%S %p")
 DATE_FORMATS = (
     "ISO8601",
     *(f"{day}{time}" for day in (*_DAYS, *_MONTHS) for time in ("", *(f" {time}" for time in _TIMES))),
@@ -52,10 +53,11 @@ _NUMBER = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _INFINITE = r"[+-]?(?:inf|infinity)"
 _CURRENCY = r"(?:US\$|[€$£¥₹₽₩₺]|(?:EUR|USD|GBP|CHF|JPY|CNY|INR|CAD|AUD|SEK|NOK|DKK|PLN|CZK)\b)"
 _UNIT_SIGNS = (
-    ("\u2212", "-"),
+    ("[\u2212\u2013]", "-"),
     ("[\u00a0\u2009\u202f]", " "),
     ("\u2019", "'"),
     (r"^\((.+)\)$", r"-\1"),  # negative in accounting
+    (r"^([0-9.,' ]*[.,][0-9][0-9])-$", r"-\1"),  # negative in SAP; 2- may be a grade
     (rf"^([+-]?) *{_CURRENCY} *", r"\1"),
     (rf" *(?:%|{_CURRENCY})$", ""),
 )
@@ -190,7 +192,11 @@ def _to_strings(column: Series) -> Any:
         cells = cells.combine_chunks() if isinstance(cells, pa.ChunkedArray) else cells
         if pa.types.is_boolean(cells.type):
             cells = pc.if_else(cells, "True", "False")
-        units = {"decimal": pa.float64(), "time": pa.time32("s"), "duration": pa.duration("us")}
+        if pa.types.is_duration(cells.type):  # in seconds
+            cells = pc.divide(
+                cells.cast(pa.duration("us"), safe=False).cast(pa.int64()).cast(pa.float64(), safe=False), 1e6
+            )
+        units = {"decimal": pa.float64(), "time": pa.time32("s")}
         for name, unit in {**units, "timestamp": pa.timestamp("us")}.items():  # the same texts from all files
             if getattr(pa.types, f"is_{name}")(cells.type):
                 cells = cells.cast(unit, safe=False)

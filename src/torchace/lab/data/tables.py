@@ -84,6 +84,7 @@ def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
     delimiter, unnamed = _find_layout(path, encoding)
     dialect: dict[str, Any] = {"delimiter": delimiter, "skipinitialspace": True, "strict": True}
     with _open_text(path, encoding) as file:
+        _skip_separator(file)
         reader, previous, count = csv.reader(file, **dialect), 0, 0
         try:
             names = _column_names(next(filter(any, reader), []), unnamed, path)
@@ -152,6 +153,12 @@ def _open_text(path: Path, encoding: str) -> IO[str]:
     return open_file(path, "rt", encoding=encoding, newline="")
 
 
+def _skip_separator(file: IO[str]) -> None:
+    """Skip the line `sep=;` that Excel may write first."""
+    if not re.fullmatch("sep=.[\r\n]+", file.readline(10)):
+        file.seek(0)
+
+
 def _text_encoding(path: Path) -> str:
     """Encoding of a text file: UTF-16 by its byte order mark or zero bytes, UTF-8 if valid, else Windows-1252."""
     with _open_text(path, "latin-1") as file:
@@ -181,6 +188,7 @@ def _find_layout(path: Path, encoding: str) -> tuple[str, int | None]:
     samples: dict[str, list[list[str]]] = {}
     for delimiter in ["\t"] if ".tsv" in path.name.lower() else DELIMITERS:
         with _open_text(path, encoding) as file:
+            _skip_separator(file)
             reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
             samples[delimiter] = list(islice(filter(any, reader), SAMPLE_ROWS)) or [[]]
 
@@ -227,18 +235,23 @@ def _is_data(names: list[str]) -> bool:
 
 def parquet_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
     """Iterate over the rows of a Parquet file, at most `rows` at a time; Arrow's types make all chunks alike."""
+    pa = arrow()
+    views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}  # unknown to pandas
     with arrow("pyarrow.parquet").ParquetFile(path) as file:
         names = [name for name in file.schema_arrow.names if not name.startswith("__index_level_")]  # of pandas
         _check_names(names, path)
         for batch in file.iter_batches(batch_size=rows, columns=names):
             # without pandas's metadata, which make a named index of a column
-            yield batch.to_pandas(types_mapper=pandas().ArrowDtype, ignore_metadata=True)
+            yield batch.to_pandas(
+                types_mapper=lambda kind: pandas().ArrowDtype(views.get(kind, kind)), ignore_metadata=True
+            )
 
 
 def npz_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
     """Iterate over the columns of an NPZ file, at most `rows` rows at a time."""
     columns: list[tuple[str, NDArray[Any]]] = []
-    for name, array in read_arrays(path).items():
+    arrays = read_arrays(path)
+    for name, array in arrays.items():
         if array.ndim not in (1, 2):
             raise DataError(
                 f"{path} has an array {quote(name)} of shape {array.shape}, but a table is made of arrays of one or "
@@ -247,6 +260,12 @@ def npz_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
         stem = "x" if name == "X" else name
         columns += [(name, array)] if array.ndim == 1 else [(f"{stem}{i}", column) for i, column in enumerate(array.T)]
     _check_names([name for name, _ in columns], path)
+    first, *others = arrays
+    if other := next((name for name in others if len(arrays[name]) != len(arrays[first])), None):
+        raise DataError(
+            f"{path} has arrays of different lengths ({quote(first)} has {len(arrays[first])} rows, but {quote(other)} "
+            f"has {len(arrays[other])}); save those of one table in one file."
+        )
     frame = pandas().DataFrame(dict(columns))
     yield from (frame[start : start + rows] for start in range(0, len(frame), rows))
 

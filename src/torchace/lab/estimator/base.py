@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from joblib import effective_n_jobs
 from numpy.typing import ArrayLike, NDArray
-from sklearn.metrics import log_loss
 from sklearn.utils import check_random_state
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.validation import _check_sample_weight, check_consistent_length, check_is_fitted
@@ -27,7 +26,8 @@ from torchace.lab.data.errors import quote
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, assign_folds, hold_out, number_blocks
 from torchace.lab.data.table_schema import Target
 from torchace.lab.estimator.fitted import FittedEstimator, TrainingState, load_estimator, save_estimator
-from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, target_names
+from torchace.lab.estimator.importances import permutation_importances
+from torchace.lab.estimator.inputs import learn_inputs, precision_of, raw_matrix, read_inputs, target_names
 from torchace.lab.estimator.intervals import residuals_by_fold
 from torchace.lab.estimator.search import search_diversity
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters, to_python
@@ -43,17 +43,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 
-def _class_score(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
-    """Negative cross entropy; `y` may lack classes."""
-    return -log_loss(y, estimator.predict_proba(X), labels=estimator.classes_)
-
-
-def _label_score(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
-    """Negative binary cross entropy, the mean over samples and labels."""
-    return -log_loss(np.ravel(y), estimator.predict_proba(X).ravel(), labels=[0, 1])
-
-
-SCORING = {"classification": _class_score, "multilabel": _label_score, "regression": "neg_mean_squared_error"}
 STOPPING = (True, False, "auto", "folds")
 ENCODE_ROWS = 65_536  # encoded at once
 
@@ -122,7 +111,7 @@ class Estimator(FittedEstimator):
         self._learn_targets(y)
         weight = self._sample_weight(table, y, sample_weight)
         self._learn_scales(table, y, weight)
-        plan, seed = replace(plan, precision=_precision(table), task=self._task), self._draw_seed()
+        plan, seed = replace(plan, precision=precision_of(table), task=self._task), _draw_seed(self.random_state)
         if self._task == "multilabel" and self.diversity == "auto":
             raise ValueError("Expected a number for `diversity` with several labels per sample, but got 'auto'.")
         samples, used = self._samples(table, y, weight, plan)
@@ -137,7 +126,7 @@ class Estimator(FittedEstimator):
                     self.tuning_ = search_diversity(self, plan, samples, blocks, seed)
             self.diversity_ = float(self.diversity if self.tuning_ is None else self.tuning_.diversity)
             fitted = self._train(plan, seed, **self._stopping(plan, samples, blocks, seed))
-        self.history_ = _history(fitted)
+        self.history_ = [_history_entry(**epoch) for epoch in fitted.trained.fitted.history]
         self.oof_predictions_, self._residuals, held_out = None, None, fitted.held_out
         if held_out is not None and held_out.folds is not None:
             predictions = held_out.expand(used)
@@ -187,8 +176,8 @@ class Estimator(FittedEstimator):
                     "Expected `diversity` to be a number for partial_fit, but got 'auto', which needs all samples at "
                     "once. Use fit, or give a number."
                 )
-            plan = replace(self._plan(), precision=_precision(table))
-            self._state = TrainingState(self._draw_seed(), plan)
+            plan = replace(self._plan(), precision=precision_of(table))
+            self._state = TrainingState(_draw_seed(self.random_state), plan)
             self.tuning_, self.history_, self.diversity_ = None, [], float(self.diversity)
             self.oof_predictions_, self._residuals = None, None
             self._learn_scales(table, y, weight)
@@ -207,14 +196,15 @@ class Estimator(FittedEstimator):
         seed = hashed_key(state.seed, "partial fit", state.calls)
         with self._threads():
             fitted = self._train(plan, seed, samples, network=network, optimizer=optimizer, mean_weight=mean_weight)
-        self.history_ = [*self.history_, {**_history(fitted)[0], "epoch": len(self.history_) + 1}]
+        entry = _history_entry(**fitted.trained.fitted.history[0])
+        self.history_ = [*self.history_, {**entry, "epoch": len(self.history_) + 1}]
         self._state = replace(state, calls=state.calls + 1, optimizer=optimizer.state_dict())
 
     def _train(self, plan: MemberPlan, seed: int, samples: Split, **options: Any) -> FittedEnsemble:
         """Train, and keep the ensemble."""
 
         def report_epoch(progress: Progress) -> None:
-            entry = _history_entry(progress.epoch, progress.score, progress.held_out)
+            entry = _history_entry(epoch=progress.epoch, score=progress.score, held_out=progress.held_out)
             for callback in self.callbacks or ():
                 callback(entry)
             if self.verbose and (progress.epoch % self.verbose == 0 or progress.step == progress.steps):
@@ -316,9 +306,6 @@ class Estimator(FittedEstimator):
         share = None if weight is None else torch.tensor(weight[used], dtype=dtype)
         return Split(x, targets, share).to(resolve_device(self.device)), used
 
-    def _draw_seed(self) -> int:
-        return int(check_random_state(self.random_state).randint(2**31 - 1))
-
     @contextmanager
     def _threads(self) -> Iterator[None]:
         """Use `n_jobs` CPU threads."""
@@ -344,9 +331,12 @@ class Estimator(FittedEstimator):
         table = read_inputs(self, X, reset=False)
         rows = chunk_rows(self.ensemble_, self.ensemble_.num_members)
         parts = (raw_matrix(self._encoding, table[i : i + rows]) for i in range(0, len(table), rows))
+        return [values.numpy() for values in self._collect(parts, len(table), *functions)]
+
+    def _collect(self, parts: Iterable[Tensor], count: int, *functions: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Apply functions to the members' logits or predictions of parts of a raw matrix."""
         with self._threads(), torch.no_grad():
-            values = collect_chunks(map(self.ensemble_, parts), len(table), *functions)
-        return [value.numpy() for value in values]
+            return collect_chunks(map(self.ensemble_, parts), count, *functions)
 
     def _squeeze(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Predictions `(N, C)` in the shape of the targets."""
@@ -365,12 +355,12 @@ class Estimator(FittedEstimator):
             n_repeats: Permutations of each column.
             random_state: An int for reproducible results.
         """
-        from sklearn.inspection import permutation_importance
-
-        options = {"scoring": SCORING[self._task], "n_repeats": n_repeats, "random_state": random_state}
-        means = permutation_importance(self, X, y, **options).importances_mean
-        names = [str(name) for name in getattr(self, "feature_names_in_", [f"x{i}" for i in range(len(means))])]
-        return {names[i]: float(means[i]) for i in np.argsort(-means, kind="stable")}
+        check_is_fitted(self)
+        table, y = self._validate(X, y, reset=False)
+        raw, target = raw_matrix(self._encoding, table), torch.from_numpy(self._encode_targets(y))
+        means = permutation_importances(self, raw, target, n_repeats, check_random_state(random_state))
+        names = getattr(self, "feature_names_in_", means)  # some may be left out
+        return dict(sorted((dict.fromkeys(map(str, names), 0.0) | means).items(), key=lambda entry: -entry[1]))
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -400,13 +390,9 @@ class Estimator(FittedEstimator):
         return export_onnx(TableModel(self.ensemble_, self._encoding, self.diversity_, {}), Path(path))
 
 
-def _history(fitted: FittedEnsemble) -> list[dict[str, Any]]:
-    return [_history_entry(e["epoch"], e["score"], e["held_out"]) for e in fitted.trained.fitted.history]
+def _draw_seed(random_state: Any) -> int:
+    return int(check_random_state(random_state).randint(2**31 - 1))
 
 
-def _history_entry(epoch: int, score: Sequence[Any], held_out: Sequence[Any] | None) -> dict[str, Any]:
+def _history_entry(*, epoch: int, score: Sequence[Any], held_out: Sequence[Any] | None, **_: Any) -> dict[str, Any]:
     return {"epoch": epoch, "train": score[0], "validation": None if held_out is None else held_out[0]}
-
-
-def _precision(table: NDArray[Any] | DataFrame) -> str:
-    return str(table.dtype) if isinstance(table, np.ndarray) else "float64"

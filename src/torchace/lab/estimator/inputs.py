@@ -49,8 +49,12 @@ def read_inputs_and_targets(
     estimator: Any, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
 ) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
     """Check samples and targets; see `read_inputs`."""
-    dtype = getattr(getattr(y, "dtype", None), "numpy_dtype", None)
-    if dtype is not None and not cast(Any, y).isna().any():  # a nullable type of pandas
+    if hasattr(y, "isna") and np.any(cast(Any, y).isna()):
+        raise ValueError("Expected a target for each sample, but `y` contains NaN. Leave such samples out.")
+    dtype = getattr(y, "dtype", None)
+    if options.get("y_numeric") and getattr(dtype, "kind", "") in ("m", "M"):
+        raise TypeError(f"Expected numbers in `y`, but got {dtype}. Convert them, for example to seconds.")
+    if (dtype := getattr(dtype, "numpy_dtype", None)) is not None:  # a nullable type of pandas
         y = cast(Any, y).to_numpy(dtype=dtype)
     if _mixed_frame(estimator, X, reset) is None:
         checked = validate_data(estimator, X, y, reset=reset, **NUMBERS, **options)
@@ -81,9 +85,12 @@ def _mixed_frame(estimator: Any, X: Any, reset: bool) -> DataFrame | None:
             raise ValueError(f"Expected {len(names)} columns as in the training data, but got shape {cells.shape}.")
         X = pd.DataFrame(cells, columns=names)
     frame = check_columns(X)
-    from pandas.api.types import is_numeric_dtype  # type: ignore[import-untyped]
+    from pandas.api.types import infer_dtype, is_numeric_dtype  # type: ignore[import-untyped]
 
-    return None if is_plain and all(map(is_numeric_dtype, frame.dtypes)) else frame
+    def is_numeric(column: Any) -> bool:  # truth values were numbers in training, and objects if one is missing
+        return is_numeric_dtype(column.dtype) or (is_fitted and infer_dtype(column, skipna=True) == "boolean")
+
+    return None if is_plain and all(is_numeric(frame[name]) for name in frame) else frame
 
 
 def learn_inputs(
@@ -115,6 +122,11 @@ def raw_matrix(encoding: Encoding, table: NDArray[Any] | DataFrame) -> Tensor:
     if isinstance(table, np.ndarray):
         return torch.tensor(table, dtype=torch.float64)
     return encoding.matrix(table)
+
+
+def precision_of(table: NDArray[Any] | DataFrame) -> str:
+    """Precision in which to train: that of a matrix, float64 for a table."""
+    return str(table.dtype) if isinstance(table, np.ndarray) else "float64"
 
 
 def target_names(names: Sequence[str], count: int) -> tuple[str, ...]:

@@ -94,7 +94,9 @@ def column_table(table: TableSummary, rows: int) -> ReportTable:
     kind = "classes" if target.classes else "number" if target.num_columns == 1 else f"{target.num_columns} numbers"
     cells = [[formats.shorten(target.name, 80), f"target: {kind}", _list_classes(target.classes) or NONE, "0"]]
     if target.columns:
-        cells = [[formats.shorten(c.name, 80), f"target: {_kind(c)}", _values(c), "0"] for c in target.columns]
+        kinds = [kind if target.classes else _kind(column) for column in target.columns]
+        named = zip(target.columns, kinds, strict=True)
+        cells = [[formats.shorten(c.name, 80), f"target: {kind}", _values(c), "0"] for c, kind in named]
     for column in table.columns[:MOST_COLUMNS]:
         share = f" ({formats.number(100 * column.missing / rows, 1)} %)" if column.missing and rows else ""
         cells.append([formats.shorten(column.name, 80), _kind(column), _values(column), f"{column.missing:,}{share}"])

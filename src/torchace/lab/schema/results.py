@@ -203,7 +203,7 @@ class TargetSummary(ResultModel):
     num_columns: Count = 1
     task: TaskName | None = None
     classes: Items[str] = ()
-    columns: Items[ColumnSummary] = ()  # of a regression; empty in files of earlier versions
+    columns: Items[ColumnSummary] = ()  # empty in files of earlier versions
 
 
 class TableSummary(ResultModel):

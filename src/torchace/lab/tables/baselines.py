@@ -22,6 +22,7 @@ from torchace.lab.data import permutation
 from torchace.lab.data.encoding import CategoryColumn
 from torchace.lab.schema.values import ENSEMBLE, ClassScores, Importance, ModelComparison, ModelScores, TargetScores
 from torchace.lab.store import finite
+from torchace.lab.tables.importances import permutation_increases
 from torchace.lab.tables.table import Table
 from torchace.lab.training.evaluate import evaluate_regression
 from torchace.lab.training.members import MemberPlan, train_members
@@ -167,23 +168,18 @@ def _importances(
 ) -> list[tuple[str, float, float]]:
     """Mean and standard deviation of the loss's increase if a column is permuted, largest first.
 
-    All parts of a date are permuted together. At most `IMPORTANCE_ROWS` rows are used.
+    At most `IMPORTANCE_ROWS` rows are used.
     """
     seed = table.settings.seed
     rows = permutation(seed, "importance", count=len(raw))[:IMPORTANCE_ROWS]
     raw, target = raw[rows], target[rows]
-    before = loss(raw, target)
     names = [column.name for column in table.encoding.columns]
-    found = []
-    for place, name in enumerate(dict.fromkeys(names)):
-        columns = [index for index, other in enumerate(names) if other == name]
-        increases = []
-        for repeat in range(IMPORTANCE_REPEATS):
-            altered = raw.clone()
-            altered[:, columns] = raw[permutation(seed, "importance", place, repeat, count=len(raw))][:, columns]
-            increases.append(loss(altered, target) - before)
-        if np.isfinite(increases).all():
-            found.append((name, float(np.mean(increases)), float(np.std(increases))))
+
+    def order(place: int, repeat: int) -> Tensor:
+        return permutation(seed, "importance", place, repeat, count=len(raw))
+
+    increases = permutation_increases(lambda rows: loss(rows, target), raw, names, order, IMPORTANCE_REPEATS)
+    found = [(n, float(np.mean(more)), float(np.std(more))) for n, more in increases.items() if np.isfinite(more).all()]
     return sorted(found, key=lambda entry: -entry[1])
 
 

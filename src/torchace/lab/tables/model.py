@@ -269,6 +269,7 @@ def _write_parquet(path: Path) -> Iterator[Callable[[DataFrame], None]]:
         nonlocal writer
         try:
             table = pa.Table.from_pandas(frame, preserve_index=False)
+            table = table.replace_schema_metadata()  # of pandas, which cannot read some types back by name
             writer = writer or parquet.ParquetWriter(path, table.schema)
             writer.write_table(table.cast(writer.schema))
         except pa.ArrowException as error:

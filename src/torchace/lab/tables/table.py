@@ -197,10 +197,16 @@ def _describe_table(schema: Schema, frame: DataFrame) -> TableSummary:
             columns.append({"name": name, "kind": "dropped", "missing": _missing(frame[name]), "why": dropped[name]})
     target = {"name": schema.target.name, "task": schema.target.task, "num_columns": len(schema.target.names)}
     target["classes"] = schema.target.class_names
-    target["columns"] = [  # no formats of classes
-        {"name": name, **_describe_column(frame[name], Column(name, "number", format))}
-        for name, format in zip(schema.target.names, schema.target.formats, strict=False)
-    ]
+    if schema.target.classes:
+        counts = np.bincount(schema.targets(frame).numpy(), minlength=len(schema.target.classes)).tolist()
+        ordered = sorted(zip(schema.target.class_names, counts, strict=True), key=lambda item: -item[1])
+        classes = {"num_categories": len(counts), "categories": ordered[:MAX_CATEGORIES]}
+        target["columns"] = [{"name": schema.target.name, "kind": "category", **classes}]
+    else:
+        target["columns"] = [
+            {"name": name, **_describe_column(frame[name], Column(name, "number", format))}
+            for name, format in zip(schema.target.names, schema.target.formats, strict=True)
+        ]
     return TableSummary.model_validate({"target": target, "columns": columns, "notes": schema.notes})
 
 
