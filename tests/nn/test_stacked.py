@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections import namedtuple
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -575,6 +577,27 @@ def test_keywords_and_several_inputs():
     torch.testing.assert_close(ours, theirs, **EXACT)
     ours = stacked(rows(K) * 0 + x, rows(K) * 0 + y, batches="separate")
     torch.testing.assert_close(ours, one(x, y), **EXACT)
+
+
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("path", ["at once", "one by one"])
+@pytest.mark.parametrize("pack", [SimpleNamespace, Attributes, namedtuple("Pack", ["logits", "features"])])
+def test_objects_with_logits(pack, path, monkeypatch):
+    class Packed(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return pack(logits=super().forward(x), features=x)
+
+    if path == "one by one":
+        monkeypatch.setattr("torchace.nn.stacked.decide", lambda *_, **__: Decision(False, "asked for", (), 0))
+    one, stacked = pair(lambda: Packed(6, N))  # as many classes as samples: a transpose has the same shape
+    x = rows()
+    for ensemble in (one, stacked):
+        ensemble(x).square().sum().backward()
+    torch.testing.assert_close(stacked(x), one(x), **EXACT)
+    assert_same_gradients(one, stacked)
 
 
 def gelu_mlp() -> nn.Module:
