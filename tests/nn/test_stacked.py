@@ -777,6 +777,11 @@ def test_other_errors():
         stacked(torch.zeros(N, 6), batches="mine")
     with pytest.raises(ValueError, match="one batch per member"):
         stacked(torch.zeros(3, N, 6), batches="separate")
+    for ensemble in (stacked, Ensemble([mlp(), mlp()])):
+        with pytest.raises(ValueError, match=r"positional input of tensors.* but got SimpleNamespace\."):
+            ensemble(SimpleNamespace(x=torch.zeros(2, N, 6)), batches="separate")
+        with pytest.raises(ValueError, match=r"positional input of tensors.* but got none\."):
+            ensemble(input=torch.zeros(2, N, 6), batches="separate")
 
     class Pair(nn.Module):
         def __init__(self) -> None:
