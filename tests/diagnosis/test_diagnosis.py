@@ -95,7 +95,10 @@ def test_extreme_predictions():
     assert json.loads(diagnosis.to_json())["numbers"]["samples"] == 100
     diagnose(torch.stack([sure, sure]), target)
     diagnose(torch.zeros(3, 100, 2), target)
-    diagnose(torch.zeros(3, 1, 2), torch.tensor([1])).figures()
+    one = diagnose(torch.tensor([[[1.0, 0.0]], [[0.0, 0.5]], [[0.0, 0.0]]]), torch.tensor([1]))  # has no interval
+    assert "inf" not in str(one).replace("information", "")
+    assert "Infinity" not in one.to_json()
+    one.figures()
 
 
 # -- text and figures ------------------------------------------------------------------------------------------------

@@ -358,6 +358,18 @@ def test_logits_in_another_memory_order(reduction: str, own: bool) -> None:
     assert_close(torch.autograd.grad(loss.sum(), one)[0], torch.autograd.grad(repeated.sum(), one)[0], **CLOSE)
 
 
+@pytest.mark.parametrize("num_classes", [5, 70])  # the softmax runs along another axis for many classes
+def test_targets_and_mixtures_in_another_memory_order(num_classes: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, num_classes, generator=g, dtype=torch.float64, requires_grad=True)
+    target, mixture = torch.rand(2, 3, num_classes, generator=g, dtype=torch.float64).softmax(2)
+    expected = amended_cross_entropy(logits, target, 0.5, mixture=mixture)
+    for own in (target.mT.contiguous().mT, target):
+        loss = amended_cross_entropy(logits, own, 0.5, mixture=mixture.mT.contiguous().mT)
+        assert_close(loss, expected, **CLOSE)
+        assert_close(*(torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (loss, expected)), **CLOSE)
+
+
 def test_logits_without_gradient_give_a_loss_without_gradient() -> None:
     logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     target = torch.tensor([0, 1, 2])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections import namedtuple
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -547,6 +549,27 @@ def test_keywords_and_several_inputs():
     torch.testing.assert_close(ours, one(x, y), **EXACT)
 
 
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("path", ["at once", "one by one"])
+@pytest.mark.parametrize("pack", [SimpleNamespace, Attributes, namedtuple("Pack", ["logits", "features"])])
+def test_objects_with_logits(pack, path, monkeypatch):
+    class Packed(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return pack(logits=super().forward(x), features=x)
+
+    if path == "one by one":
+        monkeypatch.setattr("torchace.nn.stacked.decide", lambda *_, **__: Decision(False, "asked for", (), 0))
+    one, stacked = pair(lambda: Packed(6, N))  # as many classes as samples: a transpose has the same shape
+    x = rows()
+    for ensemble in (one, stacked):
+        ensemble(x).square().sum().backward()
+    torch.testing.assert_close(stacked(x), one(x), **EXACT)
+    assert_same_gradients(one, stacked)
+
+
 @pytest.mark.parametrize("make", [mlp, normed_mlp])
 def test_under_compile(make):
     torch.manual_seed(0)
@@ -720,6 +743,11 @@ def test_other_errors():
         stacked(torch.zeros(N, 6), batches="mine")
     with pytest.raises(ValueError, match="one batch per member"):
         stacked(torch.zeros(3, N, 6), batches="separate")
+    for ensemble in (stacked, Ensemble([mlp(), mlp()])):
+        with pytest.raises(ValueError, match=r"positional input of tensors.* but got SimpleNamespace\."):
+            ensemble(SimpleNamespace(x=torch.zeros(2, N, 6)), batches="separate")
+        with pytest.raises(ValueError, match=r"positional input of tensors.* but got none\."):
+            ensemble(input=torch.zeros(2, N, 6), batches="separate")
 
     class Pair(nn.Module):
         def __init__(self) -> None:

@@ -181,16 +181,29 @@ def _call_in_threads(function: Callable[[], Any], count: int) -> list[Any]:
     return results
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", ["in parts", "adapted"])
-def test_threads_that_call_one_ensemble(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_threads_that_call_one_ensemble(monkeypatch: pytest.MonkeyPatch, name: str, checkpointed: bool) -> None:
+    class Block(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False) if checkpointed else super().forward(x)
+
     torch.manual_seed(0)
     monkeypatch.setattr(stacked_module, "CACHED", 100)  # one member at a time
-    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES))
+    network = Block(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES))
     stacked = StackedEnsemble([copy.deepcopy(network) for _ in range(K)]) if name == "in parts" else adapt(network, K)
-    x = torch.randn(N, 1, 6, 6)
-    expected, before = copy.deepcopy(stacked)(x), dict(stacked.named_parameters())
-    for logits in _call_in_threads(lambda: stacked(x), 50):
-        torch.testing.assert_close(logits, expected)
+    x, own = torch.randn(N, 1, 6, 6), torch.randn(1, N, 1, 6, 6)
+
+    before = dict(stacked.named_parameters())
+
+    def call() -> list[Tensor]:
+        logits = stacked(x)
+        together = stacked(own, batches="grouped").detach() if name == "in parts" else logits  # all at once
+        return [logits, together, *torch.autograd.grad(logits.square().sum(), list(before.values()))]
+
+    expected = call()
+    for found in _call_in_threads(call, 50):
+        torch.testing.assert_close(found, expected)
     assert all(parameter is before[name] for name, parameter in stacked.named_parameters())
 
 

@@ -6,6 +6,7 @@ come from separate networks, SMOC and random forests on scikit-learn's digits (K
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -322,12 +323,13 @@ def _join(items: Sequence[str], limit: int) -> str:
 def _percent(interval: Interval) -> str:
     digits = 1 if abs(interval.value) >= 0.1 else 2
     value, low, high = (f"{round(end, digits + 2) + 0.0:.{digits}%}" for end in interval)  # + 0.0: no minus zero
-    return f"{value} ({low} to {high})"
+    return f"{value} ({low} to {high})" if math.isfinite(interval.high) else value  # one sample has no interval
 
 
 def _points(change: float) -> str:
     return f"{round(100 * change, 1) + 0.0:+.1f} points"
 
 
-def _with_ends(name: str, interval: Interval) -> dict[str, float]:
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+def _with_ends(name: str, interval: Interval) -> dict[str, float | None]:
+    low, high = (end if math.isfinite(end) else None for end in interval[1:])  # JSON has no infinity
+    return {name: interval.value, f"{name}_low": low, f"{name}_high": high}

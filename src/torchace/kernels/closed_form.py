@@ -216,7 +216,7 @@ def _fast_losses(log_q: Tensor, q: Tensor, b: Tensor, strength: float | Tensor, 
     """Losses <b - strength q^k, log q^k>, `(R, K)`, or their sum; NaN where a log-probability is -inf."""
     if q.numel() <= SMALL:  # fewest operations
         u = torch.addcmul(b, q, strength, value=-1) if isinstance(strength, Tensor) else b.sub(q, alpha=strength)
-        return u.mul_(log_q).sum((2, 3)) if per_member else torch.dot(u.view(-1), log_q.view(-1))
+        return u.mul_(log_q).sum((2, 3)) if per_member else torch.dot(u.flatten(), log_q.view(-1))
     log_q, q = log_q.flatten(2), q.flatten(2)
     if b.shape[1] == 1:
         losses = torch.bmm(log_q, b.flatten(1).unsqueeze(2)).squeeze(2)

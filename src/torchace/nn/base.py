@@ -142,7 +142,14 @@ def tensor_leaves(inputs: Sequence[Any]) -> list[Tensor]:
 
 def check_own_batches(inputs: Sequence[Any], num_members: int) -> None:
     """Check inputs `(K, N, ...)` with one batch for each member."""
-    for x in tensor_leaves(inputs):
+    leaves = tensor_leaves(inputs)
+    if not leaves:  # all members would receive the same input
+        got = ", ".join(type(x).__name__ for x in inputs) or "none"
+        raise ValueError(
+            "Expected a positional input of tensors, alone or in tuples, lists and dicts, for batches='separate', "
+            f"but got {got}."
+        )
+    for x in leaves:
         if x.ndim < 2 or x.shape[0] != num_members:
             raise ValueError(
                 f"Expected an input of shape ({num_members}, N, ...) with one batch per member for "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
@@ -29,6 +28,7 @@ from torchace.nn.optimizers import watch_optimizers
 from torchace.nn.stacked_state import (
     all_shared_names,
     group_size,
+    module_lock,
     named_tensors,
     replace_tensors,
     stack_groups,
@@ -47,8 +47,6 @@ from torchace.nn.stacking import (
 )
 
 CACHED = 1 << 21  # elements of the largest feature maps that are computed together on a CPU
-# held while the tensors of a stacked module are replaced by others: threads may call one ensemble at the same time
-_replacing = threading.RLock()
 
 
 class StackedEnsemble(EnsembleModule):
@@ -114,6 +112,7 @@ class StackedEnsemble(EnsembleModule):
         self._token = register_ensemble(self)
         self._decisions: dict[Any, Decision] = {}
         self._call_by_call = True
+        self._in_parts = False  # whether a call has put some members' tensors into `stacked`
         shared = self._shared_parameters()
         self.shares_weights = bool(shared)
         names = tuple(name for name, p in self.named_parameters() if id(p) not in shared) if shared else None
@@ -182,14 +181,15 @@ class StackedEnsemble(EnsembleModule):
                 return run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own)
             key = None if rng is None else rng.tensors
             return run_stacked_in_graph(self._token, modes, own, list(args), kwargs, named_tensors(self.stacked), key)
-        with _replacing:
+        with module_lock(self.stacked):
             decision = self._decision(modes, args, kwargs, own=own)
         shared = [] if own else [*args, *kwargs.values()]
         before = tensor_versions(shared)
         is_followed = decision is None or decision.call_by_call
         size = self._members_at_once(decision, args, own=own) if is_followed else 0
-        replaces = size < self.num_members or (self.shares_weights and torch.is_grad_enabled())
-        with _replacing if replaces else nullcontext():
+        self._in_parts |= size < self.num_members  # from then on, calls of all members at once wait too
+        replaces = self._in_parts or (self.shares_weights and torch.is_grad_enabled())
+        with module_lock(self.stacked) if replaces else nullcontext():
             if is_followed:
                 output = self._run_stacked(layers, args, kwargs, size, own=own, rng=rng)
             else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,13 @@ from torch import Tensor, nn
 SHARED = "_shared_tensors"
 # The attribute of a stacked module whose shared tensors are (R, ...), one entry for each group of so many members
 GROUP_SIZE = "_group_size"
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+def module_lock(stacked: nn.Module) -> threading.RLock:
+    """Return the lock to hold while other tensors are in this module: threads may use it at the same time."""
+    return _locks.setdefault(stacked, threading.RLock())
 
 
 def shared_names(layer: nn.Module) -> tuple[str, ...]:
@@ -126,16 +135,17 @@ def named_tensors(module: nn.Module, *kinds: str) -> dict[str, Tensor]:
 
 @contextmanager
 def replace_tensors(stacked: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Temporarily replace a module's parameters and buffers by name."""
+    """Temporarily replace a module's parameters and buffers by name; other threads wait."""
     replaced = []
-    for prefix, module in stacked.named_modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    replaced.append((held, name, tensor))
-                    held[name] = tensors[f"{prefix}.{name}".lstrip(".")]
-    try:
-        yield
-    finally:
-        for held, name, tensor in replaced:
-            held[name] = tensor
+    with module_lock(stacked):
+        for prefix, module in stacked.named_modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        replaced.append((held, name, tensor))
+                        held[name] = tensors[f"{prefix}.{name}".lstrip(".")]
+        try:
+            yield
+        finally:
+            for held, name, tensor in replaced:
+                held[name] = tensor

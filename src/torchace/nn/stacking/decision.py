@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace.nn.stacked_state import all_shared_names, group_size, take_members
-from torchace.nn.stacking.forward import handle_checkpointing, run_stacked, track_layers
+from torchace.nn.stacking.forward import handle_checkpointing, open_output, run_stacked, track_layers
 from torchace.nn.stacking.mode import FIRST, RANDOM, RULES, ConstantRNG, Node, Stacked, StackingMode
 
 HEADER = Node("layer", "function", "computed")
@@ -94,7 +94,7 @@ def _compare(
         member = cast(take_members(stacked, k))
         inputs = select_inputs(lambda size, k=k: k * size // num_members)  # type: ignore[misc]
         with _ConstantRandomness() as constant, handle_checkpointing(constant):
-            output = member(*inputs, **kwargs)
+            output = open_output(member(*inputs, **kwargs))
         alone.append((tree_leaves(output), _gradients(output, member)))
         buffers.append(dict(member.named_buffers()))
     shared = set(all_shared_names(stacked)) if group_size(stacked) is None else set()

@@ -6,7 +6,7 @@ import copy
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_is_leaf, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchace.functional import average_gradients
@@ -71,7 +71,7 @@ def run_stacked(
             averaged = average_gradients(parameter, group or mode.num_members)
             module._parameters[name] = mode.mark(averaged) if group else averaged  # type: ignore[assignment]
         with mode, handle_checkpointing(mode, stacked):
-            output = stacked(*args, **kwargs)
+            output = open_output(stacked(*args, **kwargs))
     finally:
         for module, name, parameter in replaced:
             module._parameters[name] = parameter
@@ -83,6 +83,15 @@ def run_stacked(
                 raise StackingError(f"the shape of buffer {name!r} changes")
             module._buffers[name] = buffer.copy_(new)
     return _unmark(mode, output) if isinstance(output, Tensor) else tree_map(partial(_unmark, mode), output)
+
+
+def open_output(output: Any) -> Any:
+    """Return the tensors in an object that `tree_map` would not open, such as the `logits` of a dataclass."""
+    if isinstance(output, Tensor) or not tree_is_leaf(output):
+        return output
+    if isinstance(output, Mapping) and not hasattr(output, "logits"):
+        return dict(output)
+    return getattr(output, "logits", output)
 
 
 def _mark(mode: StackingMode, value: Any) -> Any:
@@ -178,7 +187,7 @@ def run_one_by_one(
             own_buffers = {name: buffer[k] for name, buffer in buffers.items()}
             state = {name: tensor[k // group] if group else tensor for name, tensor in shared.items()}
             state |= {name: parameter[k] for name, parameter in parameters.items()} | own_buffers
-            outputs.append(functional_call(stacked, state, tuple(inputs), kwargs, tie_weights=False))
+            outputs.append(open_output(functional_call(stacked, state, tuple(inputs), kwargs, tie_weights=False)))
             for name, buffer in own_buffers.items():
                 if state[name] is not buffer:  # replaced instead of changed in place; set by functional_call
                     buffer.copy_(state[name].detach())
