@@ -52,7 +52,7 @@ def _reliability(results: Results, arm: ArmSummary) -> FigureSpec | None:
         for color, marker, (diversity, (x, y, share)) in zip(colors, "os", curves.items(), strict=False):
             [line] = axes.plot(x, y, color=color, lw=1.4, marker=marker, label=at(diversity))
             points = np.stack([x, y, share], 1)
-            texts = [f"confidence {a:.3f}, accuracy {b:.3f}, {c:.1%} of cases" for a, b, c in points]
+            texts = [f"confidence {a:.3f}, accuracy {b:.3f}, {100 * c:.1f} % of cases" for a, b, c in points]
             add_tooltips(line, [f"{at(diversity)}: {text}" for text in texts])
         axes.set(xlabel="confidence", ylabel="accuracy")
         legend(figure, *axes.get_legend_handles_labels())
