@@ -108,9 +108,9 @@ def contested_table(results: Results) -> ReportTable | None:
         if len(classes) == 1:
             continue
         ranked = sorted(zip(-counts, classes, strict=True))
-        texts = [f"{_class_name(results, label)} × {-count}" for count, label in ranked[:MOST_VOTES]]
+        texts = [f"{_class_name(results, label)} ({-count})" for count, label in ranked[:MOST_VOTES]]
         if rest := -sum(count for count, _ in ranked[MOST_VOTES:]):
-            texts.append(f"others × {rest}")
+            texts.append(f"others ({rest})")
         image = _data_uri(arrays["disputed_images"][i]) if "disputed_images" in arrays else ""
         place = arrays["disputed_row" if in_file else "disputed_index"][i]
         rows.append(
