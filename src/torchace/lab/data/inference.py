@@ -167,7 +167,7 @@ def _check_request(
     if task not in (None, *TASKS):
         raise DataError(f"The task {quote(task)} is not known; choose {' or '.join(TASKS)}, or leave it out.")
     for name in [*drop, *kinds]:
-        get_column(frame, name, "to be left out or has a given kind")
+        get_column(frame, name, "to be dropped or with a given kind")
         if name in targets:
             raise DataError(f"The column {quote(name)} is the target; choose another target, or keep this column.")
     for name, kind in kinds.items():
