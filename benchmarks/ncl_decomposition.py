@@ -158,7 +158,7 @@ def add_row(
     cells = [
         f"{v:{sign}.4f} ({a:{sign}.4f} to {b:{sign}.4f})" for v, (a, b) in zip(values.tolist(), intervals, strict=True)
     ]
-    rows.append([kind, what, *cells])
+    rows.append([kind, what, *(cell.replace("-", "−") for cell in cells)])
 
 
 def state_finding(results: dict[str, Any]) -> str:

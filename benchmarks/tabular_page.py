@@ -7,6 +7,7 @@ from typing import Any
 
 import measure
 import pandas as pd
+from page_text import signed
 
 from torchace._statistics import mean_over_seeds
 
@@ -45,7 +46,7 @@ def interval(differences: pd.Series) -> tuple[float, float]:
 
 def difference(differences: pd.Series) -> str:
     low, high = interval(differences)
-    return f"{differences.mean():+.4f} ({low:+.4f} to {high:+.4f})"
+    return f"{signed(differences.mean(), 4)} ({signed(low, 4)} to {signed(high, 4)})"
 
 
 def section(runs: pd.DataFrame, metric: str) -> list[str]:
@@ -79,7 +80,7 @@ def section(runs: pd.DataFrame, metric: str) -> list[str]:
         "",
         f"{METRICS[metric]} of each table:",
         "",
-        measure.table(["table", *names], by_table),
+        measure.table(["table", *names], by_table).replace(" -", " −"),
         "",
     ]
 
@@ -134,7 +135,7 @@ def headline(scores: pd.DataFrame, metric: str) -> str:
     low, high = interval(scores[BASE] - scores[peers.index[0]])
     return (
         f"{text}. The best other model, {peers.index[0]}, has {peers.iloc[0]:.3f} "
-        f"(95 % interval of the difference: {low:+.3f} to {high:+.3f})."
+        f"(95 % interval of the difference: {signed(low, 3)} to {signed(high, 3)})."
     )
 
 

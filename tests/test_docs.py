@@ -51,3 +51,10 @@ def test_links_to_files_are_not_broken() -> None:
         text = page.read_text("utf-8")
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) + re.findall(r'src(?:set)?="([^"]+)"', text):
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_numbers_have_a_true_minus_sign_and_a_space_before_a_percent_sign() -> None:
+    for page in (DOCS / "results").glob("*.md"):
+        assert re.findall(r"[ (]-\d[\d.]*", page.read_text("utf-8")) == [], page.name
+    for figure in (DOCS / "figures").glob("*.svg"):
+        assert re.findall(r">[^<]*\d%[^<]*<|>-\d", figure.read_text("utf-8")) == [], figure.name

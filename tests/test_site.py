@@ -115,6 +115,14 @@ def test_a_wide_table_scrolls_and_shows_it(served: str, browser: Browser) -> Non
 
 
 @needs_browser
+def test_copied_commands_have_no_prompt(served: str, page: Page) -> None:
+    page.open(f"{served}/guides/data.html")
+    code = "document.querySelector('code:has(.gp)')"
+    page.value(f"{code}.setAttribute('data-md-copying', '')")  # as the theme does while its button copies innerText
+    assert page.value(f"{code}.innerText").strip() == "torchace fit flowers.csv --target species --epochs 20"
+
+
+@needs_browser
 def test_errors_on_a_page_are_detected(served: str, page: Page) -> None:
     page.open(f"{served}/index.html")
     assert page.errors == []

@@ -51,7 +51,7 @@ def gradients(narrow: bool) -> Figure:
         ax.barh(range(5), pull.tolist(), 0.6, color=MEMBERS[:5])
         ax.axvline(float(1 - probs.mean()), color=INK, linestyle="--", linewidth=1)
         ax.set(title=f"λ={diversity:g}", xlim=(0, 0.9), xlabel="pull towards the label", yticks=range(5))
-        ax.set_yticklabels([f"is {q:.0%} sure" for q in probs.tolist()])
+        ax.set_yticklabels([f"is {100 * q:.0f} % sure" for q in probs.tolist()])
         ax.grid(visible=False, axis="y")
     axes[0].invert_yaxis()  # shared
     axes[0].text(0.44, 4.2, "the ensemble's", fontsize=8)
@@ -83,7 +83,8 @@ def moons(narrow: bool) -> Figure:
         alone = 1 - float((known.argmax(2) == test_y).double().mean())
         ax.set(title=f"λ={diversity:g}", xticks=(), yticks=())
         ax.set_xlabel(
-            f"error {together:.1%}, one member {alone:.1%}\ndisagreement {float(ace.disagreement(known)):.1%}"
+            f"error {100 * together:.1f} %, one member {100 * alone:.1f} %\n"
+            f"disagreement {100 * float(ace.disagreement(known)):.1f} %"
         )
     return figure
 
@@ -167,7 +168,7 @@ def mark_gain(ax: Axes, runs: list[dict[str, Any]]) -> None:
     ax.axhline(means[0.0], color=INK, linestyle="--", linewidth=1)
     ax.text(0.5, means[0.0] + 0.0006, "members fitted alone (λ=0)", ha="center", va="bottom", fontsize=8)
     ax.annotate("", (best, means[best]), (best, means[0.0]), arrowprops={"arrowstyle": "->", "color": ORANGE})
-    change = f"{means[best] / means[0.0] - 1:+.0%}".replace("-", "−")
+    change = f"{100 * means[best] / means[0.0] - 100:+.0f} %".replace("-", "−")
     ax.text(best - 0.03, means[best] * 0.4 + means[0.0] * 0.6, change, ha="right", fontsize=12)
     ax.set_ylim(None, means[0.0] + 0.004)
 

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pickle
+import re
 import sys
 from itertools import combinations
 
@@ -118,6 +119,8 @@ def test_text_and_json():
         assert not finding.advice or finding.advice.endswith(".")
     assert text.startswith("3 members on 1,000 samples of 10 classes: accuracy ")
     assert max(map(len, text.splitlines()[1:])) <= 100
+    assert re.search(r"\d %", text)
+    assert not re.search(r"\d%|^ *%|[ (]-\d", text, re.MULTILINE)  # as everywhere: 97 %, −0.1
     order = [finding.severity for finding in diagnosis.findings]
     assert order == sorted(order, key=["warning", "note", "ok"].index)
     again = json.loads(diagnosis.to_json())

@@ -160,7 +160,7 @@ def test_a_large_weight_makes_a_member_dominant():
     finding = diagnose(logits, target, member_weights=[0.02, 0.02, 0.92, 0.02, 0.02])["dominant_member"]
     assert finding.severity == "warning"
     assert finding.numbers["member"] == 2
-    assert "weight is 92%" in finding.sentence
+    assert "weight is 92 %" in finding.sentence
 
 
 def test_class_names():

@@ -291,6 +291,8 @@ def test_deepcopy_and_state_dict():
 def test_errors():
     with pytest.raises(ValueError, match="at least one member"):
         Ensemble([])
+    with pytest.raises(TypeError, match=r"got one Sequential. Write \[member\]"):
+        Ensemble(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))  # its layers are no members
     with pytest.raises(TypeError, match="member 1 is function"):
         Ensemble([net(), lambda x: x])
     with pytest.raises(ValueError, match="`link` to be one of"):

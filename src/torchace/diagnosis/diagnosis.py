@@ -86,11 +86,12 @@ class Diagnosis:
         ]
         wrap = partial(textwrap.wrap, width=LINE_WIDTH, break_long_words=False)
         for finding in self.findings:
-            lines += wrap(f"{finding.severity:8} {finding.name}: {finding.sentence}", subsequent_indent=" " * 9)
+            sentence = finding.sentence.replace(" %", "\u00a0%")  # no line break
+            lines += wrap(f"{finding.severity:8} {finding.name}: {sentence}", subsequent_indent=" " * 9)
             lines += wrap(
                 f"→ {finding.advice}" if finding.advice else "", initial_indent=" " * 9, subsequent_indent=" " * 11
             )
-        return "\n".join(lines)
+        return "\n".join(lines).replace("\u00a0", " ")
 
     def to_dict(self) -> dict[str, Any]:
         """Return findings and numbers as a dictionary of JSON types."""

@@ -96,8 +96,9 @@ def check_collapse(m: Measures) -> Finding:
     numbers |= {"disagreement": disagreement, "open_samples": uncertain}
     finding = partial(Finding, "collapse", numbers=numbers)
     details = (
-        f"{_percent(share)} of the ensemble's uncertainty is disagreement between members. Averaging lowers their "
-        f"cross entropy by {reduction:.1%}; two members predict different classes on {disagreement:.2%} of the samples."
+        f"{_share(share)} of the ensemble's uncertainty is disagreement between members. Averaging lowers their "
+        f"cross entropy by {_percent(reduction, 1)}; two members predict different classes on "
+        f"{_percent(disagreement, 2)} of the samples."
     )
     if uncertain < UNCERTAIN_SAMPLES and share.low < LITTLE_DIVERSITY:
         few = f"only {uncertain} with a confidence below {UNCERTAIN}"
@@ -147,16 +148,16 @@ def check_chance(m: Measures) -> Finding:
     unclear = [k for k, accuracy in enumerate(accuracies) if k not in at_chance and accuracy.low <= m.chance]
     numbers = {"chance": m.chance, "threshold": threshold, "members": at_chance, "unclear": unclear}
     finding = partial(Finding, "chance", numbers=numbers)
-    baseline = f"the most frequent class alone gives {m.chance:.1%}"
+    baseline = f"the most frequent class alone gives {_percent(m.chance, 1)}"
     if at_chance:
-        best = max(accuracies[k].value for k in at_chance)
-        sentence = f"Hardly better than chance: {_members(at_chance)}, with accuracy {best:.1%} at most; {baseline}."
+        best = _percent(max(accuracies[k].value for k in at_chance), 1)
+        sentence = f"Hardly better than chance: {_members(at_chance)}, with accuracy {best} at most; {baseline}."
         return finding("warning", sentence, ADVICE["chance"])
     if unclear:
         sentence = f"Not distinguishable from chance on these samples: {_members(unclear)}; {baseline}."
         return finding("note", sentence, "Diagnose on more samples.")
     worst = min(accuracy.value for accuracy in accuracies)
-    return finding("ok", f"Every member is better than chance: accuracy {worst:.1%} at least; {baseline}.")
+    return finding("ok", f"Every member is better than chance: accuracy {_percent(worst, 1)} at least; {baseline}.")
 
 
 def check_co_adaptation(m: Measures) -> Finding:
@@ -174,8 +175,8 @@ def check_co_adaptation(m: Measures) -> Finding:
     if proportion_interval(int(correct.sum()), m.samples).low <= m.chance:
         return finding("note", "The ensemble itself cannot be distinguished from chance on these samples.")
     details = (
-        f"one member alone has {_percent(alone)} of the ensemble's gain over chance, and half of the members lose "
-        f"{_percent(loss)} of it. Without one member, accuracy changes by {_points(-float(np.mean(drops)))} on average "
+        f"one member alone has {_share(alone)} of the ensemble's gain over chance, and half of the members lose "
+        f"{_share(loss)} of it. Without one member, accuracy changes by {_points(-float(np.mean(drops)))} on average "
         f"and {_points(-max(drops))} at worst."
     )
     if alone.high >= ALONE:
@@ -217,10 +218,10 @@ def check_dominant_member(m: Measures) -> Finding:
     lead = mean_interval(agrees[first].astype(float) - agrees[second], m.num_members)
     details = f"on the {count:,} samples where members differ, the ensemble predicts as member {first} in"
     if agreement.low <= DOMINANT or lead.low <= DOMINANT_LEAD:
-        return finding("ok", f"No member dominates: {details} {_percent(agreement)} at most.")
-    weight = f"Its weight is {m.member_weights[first]:.0%}."
-    sentence = f"Member {first} decides alone: {details} {_percent(agreement)}, the next in {shares[second]:.0%}."
-    return finding("warning", f"{sentence} {weight}", ADVICE["dominant_member"])
+        return finding("ok", f"No member dominates: {details} {_share(agreement)} at most.")
+    rest = f"the next in {_percent(shares[second], 0)}. Its weight is {_percent(m.member_weights[first], 0)}."
+    sentence = f"Member {first} decides alone: {details} {_share(agreement)}, {rest}"
+    return finding("warning", sentence, ADVICE["dominant_member"])
 
 
 def check_diversity_gap(m: Measures, train: Measures) -> Finding:
@@ -232,7 +233,7 @@ def check_diversity_gap(m: Measures, train: Measures) -> Finding:
     finding = partial(Finding, "diversity_gap", numbers=numbers)
     details = (
         f"mutual information {here.value:.2g} on new data, {there.value:.2g} on training data; disagreement "
-        f"{differ:.2%} and {train_differ:.2%}."
+        f"{_percent(differ, 2)} and {_percent(train_differ, 2)}."
     )
     if here.high < DIVERSITY_RATIO * there.low:
         sentence = f"The members differ on the training data only: {details}"
@@ -246,7 +247,8 @@ def check_calibration(m: Measures) -> Finding:
     numbers = {"calibration_error": error, "beyond_chance": excess, **_with_ends("overconfidence", gap)}
     finding = partial(Finding, "calibration", numbers=numbers)
     confidence, accuracy = m.bins[1].sum() / m.samples, m.bins[2].sum() / m.samples
-    details = f"mean confidence {confidence:.1%}, accuracy {accuracy:.1%}. Calibration error {error:.3f}."
+    details = f"mean confidence {_percent(confidence, 1)}, accuracy {_percent(accuracy, 1)}. "
+    details += f"Calibration error {error:.3f}."
     size = max(excess, gap.low, -gap.high)
     if size < MISCALIBRATED:
         headline = "The ensemble is well calibrated"
@@ -291,8 +293,8 @@ def check_classes(m: Measures, class_names: Sequence[str] = ()) -> Finding:
     finding = partial(Finding, "classes", numbers=numbers)
     if not low:
         return finding("ok", "No class is far worse than the others.")
-    listed = _join([f"{names[c]} ({recall[c].value:.0%})" for c in low], 5)
-    sentence = f"Low recall of class {listed}, at an overall accuracy of {accuracy:.0%}."
+    listed = _join([f"{names[c]} ({_percent(recall[c].value, 0)})" for c in low], 5)
+    sentence = f"Low recall of class {listed}, at an overall accuracy of {_percent(accuracy, 0)}."
     return finding("warning", sentence, ADVICE["classes"])
 
 
@@ -320,14 +322,21 @@ def _join(items: Sequence[str], limit: int) -> str:
     return ", ".join(items[:limit]) + (", ..." if len(items) > limit else "")
 
 
-def _percent(interval: Interval) -> str:
-    digits = 1 if abs(interval.value) >= 0.1 else 2
-    value, low, high = (f"{round(end, digits + 2) + 0.0:.{digits}%}" for end in interval)  # + 0.0: no minus zero
-    return f"{value} ({low} to {high})" if math.isfinite(interval.high) else value  # one sample has no interval
+def _number(value: float, digits: int, sign: str = "") -> str:
+    return f"{round(value, digits) + 0.0:{sign}.{digits}f}".replace("-", "−")  # + 0.0: no minus zero
+
+
+def _percent(share: float, digits: int) -> str:
+    return f"{_number(100 * share, digits)} %"
+
+
+def _share(interval: Interval) -> str:
+    value, low, high = (_number(100 * end, 1 if abs(interval.value) >= 0.1 else 2) for end in interval)
+    return f"{value} % ({low} to {high} %)" if math.isfinite(interval.high) else f"{value} %"  # one sample: no interval
 
 
 def _points(change: float) -> str:
-    return f"{round(100 * change, 1) + 0.0:+.1f} points"
+    return f"{_number(100 * change, 1, '+')} points"
 
 
 def _with_ends(name: str, interval: Interval) -> dict[str, float | None]:

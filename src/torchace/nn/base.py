@@ -23,7 +23,7 @@ CONSTANTS = (str, bytes, int, float, complex, range, slice, Enum, np.ndarray, np
 
 def as_list(members: Iterable[nn.Module]) -> list[nn.Module]:
     """Return a non-empty list of members."""
-    if not isinstance(members, Iterable):
+    if not isinstance(members, Iterable) or isinstance(members, nn.Sequential):
         raise TypeError(f"Expected a list of members, but got one {type(members).__name__}. Write [member].")
     members = list(members)
     if not members:

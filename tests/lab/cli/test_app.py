@@ -313,12 +313,12 @@ def assert_refused(outcome: Outcome, *words: str, code: int = 1) -> None:
 SETTINGS = {
     # unknown keys, at every level
     "dta.name='digits'": "there is no key 'dta'. Did you mean 'data'?",
-    "data.nam='digits'": "there is no key 'data.nam'. Did you mean 'name'?",
+    "data.nam='digits'": "there is no key 'data.nam'. Did you mean 'data.name'?",
     "epochs=5": "There is no key 'epochs'. Did you mean 'train.epochs'?",
     "train.lr=3": "there is no key 'train.lr'. Known keys: epochs,",
-    "paper={table='1', rows=[{num_members=1, acuracy=1}]}": "'paper.rows.0.acuracy'. Did you mean 'accuracy'?",
-    "arms=[{name='a', lable='x'}]": "there is no key 'arms.0.lable'. Did you mean 'label'?",
-    "arms=[{name='a'}, {name='b', train={epoch=1}}]": "there is no key 'arms.1.train.epoch'. Did you mean 'epochs'?",
+    "paper={table='1', rows=[{num_members=1, acuracy=1}]}": "acuracy'. Did you mean 'paper.rows.0.accuracy'?",
+    "arms=[{name='a', lable='x'}]": "there is no key 'arms.0.lable'. Did you mean 'arms.0.label'?",
+    "arms=[{name='a'}, {name='b', train={epoch=1}}]": "'arms.1.train.epoch'. Did you mean 'arms.1.train.epochs'?",
     # wrong types
     "data=3": "expected data to be a section, but got 3",
     "arms={name='a'}": "expected arms to be a list, but got a section",

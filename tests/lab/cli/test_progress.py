@@ -87,4 +87,4 @@ def test_a_file_has_progress_lines_at_intervals(monkeypatch: pytest.MonkeyPatch)
         now += 10
         fit.on_search(SearchStage(1, "search", (0.0, 0.5), (1,)), 0.25)
     lines = [f"training: step {step} of 40, training score 0.5000." for step in (10, 20, 30, 40)]
-    assert file.getvalue().splitlines() == [*lines, "search for λ, round 1: 25%, 2 λ x 1 seeds."]
+    assert file.getvalue().splitlines() == [*lines, "search for λ, round 1: 25 %, 2 λ x 1 seeds."]

@@ -581,7 +581,7 @@ def test_scores_of_training_rows_are_announced(here: Path, invoke: Invoke) -> No
     frame.assign(age=np.arange(len(frame)) + 0.123).to_csv("new.csv", index=False)
     found = {name: invoke("evaluate", "models/pets", f"{name}.csv").out for name in ("pets", "half", "new")}
     assert "pets.csv contains all of the rows that the model was trained on. These scores are too" in found["pets"]
-    share = re.search(r"half.csv contains about (\d+)% of the rows that the model was trained on", found["half"])
+    share = re.search(r"half.csv contains about (\d+) % of the rows that the model was trained on", found["half"])
     assert share is not None
     assert 40 <= int(share[1]) <= 60
     assert "trained on" not in found["new"]

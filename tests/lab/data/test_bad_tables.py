@@ -309,7 +309,7 @@ SPLITS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "too few rows": (lambda: train_val_test_split(torch.zeros(2)), ("2 rows", "test part")),
     "a share of nearly nothing": (
         lambda: train_val_test_split(torch.zeros(10), fractions=(0.999, 0.001, 0.0)),
-        ("10 rows", "validation part of 0.1%"),
+        ("10 rows", "validation part of 0.1 %"),
     ),
     "another word": (lambda: train_val_test_split(LABELS, column=parts("train", "tst")), ("'part'", "row 2", "'tst'")),
     "no word": (

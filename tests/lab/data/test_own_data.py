@@ -144,7 +144,10 @@ def test_bad_data_is_refused_in_one_sentence(train: Any, options: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [(None, "A table needs `target`, the name of the column"), ("e", "The table has no column 'e'")],
+    [
+        (None, "A table needs `target`, the name of the column"),
+        ("e", "The table has no column 'e', the target; correct the name"),
+    ],
 )
 def test_tables_need_a_target(target: str | None, message: str) -> None:
     with pytest.raises(DataError, match=message):

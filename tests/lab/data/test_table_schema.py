@@ -216,15 +216,15 @@ def test_a_mixture_is_named_by_what_most_of_its_values_are():
     years = [f"{1900 + i}.{i % 10}" if i % 15 else "error" for i in range(120)]  # 1905.5 could be a month
     days = [f"2020-01-{i % 28 + 1:02}" if i % 2 else f"soon {i}" for i in range(120)]  # few dates, many texts
     reasons = dict(infer_schema(pets(120, years=years, days=days), "pet").dropped)
-    assert reasons["years"].startswith("93% of its values are numbers")
-    assert reasons["days"].startswith("50% of its values are dates")
+    assert reasons["years"].startswith("93 % of its values are numbers")
+    assert reasons["days"].startswith("50 % of its values are dates")
 
 
 def test_mixtures_of_numbers_and_texts_are_announced():
     cells = [f"{i / 7:.3f}" if i % 15 else "error" for i in range(60)]
     schema = infer_schema(pets(60, unique=cells, repeated=[f"{i % 20}.5" if i % 4 else "x" for i in range(60)]), "pet")
-    assert schema.dropped == (("unique", "93% of its values are numbers, the others are not; correct them"),)
-    note = "Column 'repeated' is read as categories, though 75% of its values are numbers; correct the others."
+    assert schema.dropped == (("unique", "93 % of its values are numbers, the others are not; correct them"),)
+    note = "Column 'repeated' is read as categories, though 75 % of its values are numbers; correct the others."
     assert schema.notes == (note,)
 
 

@@ -32,7 +32,7 @@ def _fit(frame: Any = FRAME, y: Any = LABELS, **options: Any) -> ACEClassifier:
         (range(100, 160), None),
         (
             [f"2024-01-{row % 28 + 1:02}" if row % 2 else f"soon {row}" for row in range(ROWS)],
-            "50% of its values are dates",
+            "50 % of its values are dates",
         ),
         ([f"K{row}" for row in range(ROWS)], "identifier"),
     ],

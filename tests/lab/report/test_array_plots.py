@@ -79,7 +79,7 @@ def test_contested_rows_of_a_model(classification_fit: Path, classification_resu
     for i, (row, label, votes) in zip(contested, rows, strict=False):
         assert row == f"{arrays['disputed_row'][i]:,}"
         assert label == CLASSES[arrays["disputed_target"][i]]
-        counted = dict(part.rsplit(" × ", 1) for part in votes.split(", "))
+        counted = dict(part.removesuffix(")").rsplit(" (", 1) for part in votes.split(", "))
         expected = {CLASSES[c]: str(n) for c, n in enumerate(np.bincount(arrays["disputed_votes"][i])) if n}
         assert counted == expected
     assert table.note.startswith("Most contested first.")

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,12 @@ def test_the_page_of_a_fit_needs_nothing_else(pages: Callable[[str], Path], name
     assert len(page.all("figure")) == len(_figures(pages(name)))
     assert not page.all("img")
     assert not page.all("a")
+
+
+def test_lines_do_not_break_before_a_unit_or_within_a_comparison(failing: Path) -> None:
+    results = read_results(failing)
+    stated = results.experiment.model_copy(update={"description": "λ > 0 lowers it by 4 %."})
+    assert "λ\u00a0&gt;\u00a00 lowers it by 4\u00a0%." in page_html(replace(results, experiment=stated), {})
 
 
 def test_the_page_of_a_fit_states_what_a_reader_needs(pages: Callable[[str], Path]) -> None:

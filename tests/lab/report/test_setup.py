@@ -22,7 +22,7 @@ def test_facts(table1_results: Results) -> None:
     found = dict(facts(table1_results))
     assert found["Data"].startswith("mnist: 60,000 for training, 10,000 for testing; classes: 0, 1,")
     assert found["Seeds"] == "5 (0, 1, 2, 3, 4)"
-    assert found["Hardware"] == "device NVIDIA H200; cpu two cores; threads 2"
+    assert found["Hardware"] == "NVIDIA H200; two cores; 2 threads"
     assert found["Time"] == "9.8 s, started 2026-01-31 12:00"
 
 

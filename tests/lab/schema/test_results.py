@@ -45,7 +45,10 @@ def _experiment(tmp_path: Path, **changes: Any) -> Path:
         ({"seconds": "long"}, "expected seconds to be a number, but got 'long'."),
         ({"seconds": 1e300}, "expected seconds to be less than 1e+100, but got 1e+300."),
         ({"paper": {"table": "T", "rows": [{"num_members": 5, "accuracy": "high"}]}}, "paper.rows.0.accuracy"),
-        ({"paper": {"table": "T", "rows": [{"num_members": 5, "acuracy": 0.9}]}}, "Did you mean 'accuracy'?"),
+        (
+            {"paper": {"table": "T", "rows": [{"num_members": 5, "acuracy": 0.9}]}},
+            "Did you mean 'paper.rows.0.accuracy'?",
+        ),
         ({"search": []}, "expected search to be a section, but got []."),
         ({"search__metric": "luck"}, "expected search.metric to be 'cross_entropy' or 'mse', but got 'luck'."),
         ({"search__candidates": [{"diversity": 0, "scores": {"x": 1}}]}, "search.candidates.0.scores.x"),

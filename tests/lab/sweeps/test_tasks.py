@@ -364,6 +364,7 @@ def test_toml_files_name_data_of_every_kind(kind: str, tmp_path: Path, monkeypat
         ({"optimizer": torch.optim.Adafactor}, "optimizer: Expected an elementwise optimizer .* but got Adafactor"),
         ({"optimizer": lambda params: 3}, "optimizer: Expected .* to return an optimizer, but it returned int."),
         ({"optimizer": torch.optim.SGD, "optimizer_arguments": {"lrate": 1}}, "optimizer: SGD failed with TypeError"),
+        ({"metrics": lambda logits: 0}, r"positional argument.* function of logits \(K, N, C\) and target"),
         ({"metrics": lambda logits, target: logits}, "metrics: The metric 'lambda' failed with"),
         ({"metrics": torchmetrics.MeanMetric}, "metrics: expected a function or a metric object, but got the class"),
         ({"transform": lambda x: x + torch.rand(1)}, "The transform draws random numbers on test data"),

@@ -52,7 +52,7 @@ class _Display:
         self.bars.update(task, description=title, completed=done, total=total, note=note)
         if self.bars.disable and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-            place = f"{unit} {done:g} of {total:g}" if unit else f"{done / total:.0%}"
+            place = f"{unit} {done:g} of {total:g}" if unit else f"{100 * done / total:.0f} %"
             self._print(f"{title.strip()}: {place}{', ' + note if note else ''}.")
 
 

@@ -172,7 +172,7 @@ def evaluate(
         scores = loaded.evaluate(frame).metrics
         print_table(_score_table({data.name: scores}))
     if share := loaded.training_share(frame):
-        part = "all" if share == 1 else f"about {max(share, 0.01):.0%}"
+        part = "all" if share == 1 else f"about {max(100 * share, 1):.0f} %"
         print_line(
             f"{data.name} contains {part} of the rows that the model was trained on. These scores are too optimistic; "
             f"for those of its test rows, use: torchace show {shlex.quote(str(model))}"

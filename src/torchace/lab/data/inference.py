@@ -171,7 +171,7 @@ def _check_request(
     if task not in (None, *TASKS):
         raise DataError(f"The task {quote(task)} is not known; choose {' or '.join(TASKS)}, or leave it out.")
     for name in [*drop, *kinds]:
-        get_column(frame, name, "to be left out or has a given kind")
+        get_column(frame, name, "to be dropped or with a given kind")
         if name in targets:
             raise DataError(f"The column {quote(name)} is the target; choose another target, or keep this column.")
     for name, kind in kinds.items():
@@ -251,20 +251,20 @@ def _reject_category(
     if reason := _reject_constant(cells, len(present), distinct):
         return reason
     if date_share >= max(MIXED_DATES, number_share) and distinct > MIXED_DISTINCT:  # 1990.5 is both
-        return f"{date_share:.0%} of its values are dates, the others are not; correct them"
+        return f"{100 * date_share:.0f} % of its values are dates, the others are not; correct them"
     is_mixed = number_share >= MIXED_NUMBERS and distinct > MIXED_DISTINCT
     unit = find_unit(labels) if distinct > MIXED_DISTINCT and not is_mixed else None
     words = pc.mean(pc.count_substring_regex(present, r"\S+")).as_py()
     if distinct > MAX_DISTINCT * len(present) or (words >= TEXT_WORDS and distinct > TEXT_DISTINCT * len(present)):
         if is_mixed:
-            return f"{number_share:.0%} of its values are numbers, the others are not; correct them"
+            return f"{100 * number_share:.0f} % of its values are numbers, the others are not; correct them"
         if unit is not None:
             return f"its numbers have text beside them, such as {quote(unit)}; write the numbers alone"
         return f"{'free text' if words > 1 else 'an identifier'}: {distinct} of {len(present)} values differ"
     if reason := _reject_duplicate(cells, pandas().util.hash_array(column.to_pandas().to_numpy()).tobytes(), seen):
         return reason
     if is_mixed:
-        share = f"{number_share:.0%} of its values are numbers"
+        share = f"{100 * number_share:.0f} % of its values are numbers"
         notes.append(f"Column {quote(cells.name)} is read as categories, though {share}; correct the others.")
     if unit is not None:
         notes.append(

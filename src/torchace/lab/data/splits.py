@@ -229,7 +229,7 @@ def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> 
     count = round(share * len(rows))
     if not 0 < count < len(rows):
         raise DataError(
-            f"{len(rows)} rows are too few for a {part} part of {100 * share:.4g}%; give more rows, or other fractions."
+            f"{len(rows)} rows are too few for a {part} part of {100 * share:.4g} %; give more rows or other fractions."
         )
     key = hashed_key(seed, part)
     if not targets.is_floating_point():

@@ -133,8 +133,8 @@ def get_column(frame: DataFrame, name: str, role: str) -> Series:
     """Return a column by its name."""
     if name not in frame.columns:
         raise DataError(
-            f"The table has no column {quote(name)}{suggestion(name, frame.columns)}, which is {role}; add it, or "
-            f"rename one of its columns {quote_all(frame.columns)}."
+            f"The table has no column {quote(name)}{suggestion(name, frame.columns)}, {role}; correct the "
+            f"name or add it: the columns are {quote_all(frame.columns)}."
         )
     return frame[name]
 

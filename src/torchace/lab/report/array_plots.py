@@ -52,7 +52,7 @@ def _reliability(results: Results, arm: ArmSummary) -> FigureSpec | None:
         for color, marker, (diversity, (x, y, share)) in zip(colors, "os", curves.items(), strict=False):
             [line] = axes.plot(x, y, color=color, lw=1.4, marker=marker, label=at(diversity))
             points = np.stack([x, y, share], 1)
-            texts = [f"confidence {a:.3f}, accuracy {b:.3f}, {c:.1%} of cases" for a, b, c in points]
+            texts = [f"confidence {a:.3f}, accuracy {b:.3f}, {100 * c:.1f} % of cases" for a, b, c in points]
             add_tooltips(line, [f"{at(diversity)}: {text}" for text in texts])
         axes.set(xlabel="confidence", ylabel="accuracy")
         legend(figure, *axes.get_legend_handles_labels())
@@ -108,9 +108,9 @@ def contested_table(results: Results) -> ReportTable | None:
         if len(classes) == 1:
             continue
         ranked = sorted(zip(-counts, classes, strict=True))
-        texts = [f"{_class_name(results, label)} × {-count}" for count, label in ranked[:MOST_VOTES]]
+        texts = [f"{_class_name(results, label)} ({-count})" for count, label in ranked[:MOST_VOTES]]
         if rest := -sum(count for count, _ in ranked[MOST_VOTES:]):
-            texts.append(f"others × {rest}")
+            texts.append(f"others ({rest})")
         image = _data_uri(arrays["disputed_images"][i]) if "disputed_images" in arrays else ""
         place = arrays["disputed_row" if in_file else "disputed_index"][i]
         rows.append(

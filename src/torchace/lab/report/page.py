@@ -166,7 +166,9 @@ def page_html(results: Results, svgs: Mapping[str, str]) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: value.replace(" %", "\u00a0%") if isinstance(value, str) else value,  # no line break
+        finalize=lambda value: (  # no line break
+            value.replace(" %", "\u00a0%").replace("λ > ", "λ\u00a0>\u00a0") if isinstance(value, str) else value
+        ),
     )
     template = environment.from_string(source)
     text: str = template.render(experiment=results.experiment, page=contents(results), svgs=svgs, style=STYLE)

@@ -26,12 +26,14 @@ def facts(results: Results) -> Facts:
     time = formats.duration(experiment.seconds)
     if experiment.started:
         time += f", started {experiment.started[:16].replace('T', ' ')}"
-    hardware, versions = (
-        "; ".join(f"{key} {value}" for key, value in stated.items() if value not in (None, "")) or NONE
-        for stated in (experiment.hardware, experiment.versions)
-    )
+    hardware = [
+        value if isinstance(value, str) else f"{value} {key.removesuffix('s') if value == 1 else key}"
+        for key, value in experiment.hardware.items()
+        if value not in (None, "", "CPU")
+    ]
+    versions = "; ".join(f"{key} {value}" for key, value in experiment.versions.items()) or NONE
     seeds = f"{len(experiment.seeds)} ({', '.join(map(str, experiment.seeds))})"
-    return [*found, ("Seeds", seeds), ("Hardware", hardware), ("Versions", versions), ("Time", time)]
+    return [*found, ("Seeds", seeds), ("Hardware", "; ".join(hardware) or NONE), ("Versions", versions), ("Time", time)]
 
 
 def _data(data: DataSummary) -> str:

@@ -60,7 +60,9 @@ def describe_error(
     kind, context = first["type"], first.get("ctx", {})
     if kind == "extra_forbidden":
         known = _keys(model, first["loc"][:-1])
-        hint = did_you_mean(str(first["loc"][-1]), known) or f" Known keys: {', '.join(known)}."
+        key = str(first["loc"][-1])
+        hint = did_you_mean(key, known).replace(" '", f" '{where.removesuffix(key)}")
+        hint = hint or f" Known keys: {', '.join(known)}."
         return f"there is no key {where!r}.{hint}"
     if kind == "value_error":  # raised by our validators: a complete sentence
         message = str(context["error"])

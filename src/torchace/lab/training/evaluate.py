@@ -265,8 +265,11 @@ def compute_metric(name: str, metric: Any, logits: Tensor, target: Tensor, task:
             result = metric(logits, target)
         return float(result)
     except Exception as error:  # the user's code may raise anything
-        reason = str(error).strip().split("\n")[0] or "no message"
-        raise MetricError(f"The metric {name!r} failed with {type(error).__name__}: {reason}") from error
+        reason = (str(error).strip().split("\n")[0] or "no message").removesuffix(".")
+        raise MetricError(
+            f"The metric {name!r} failed with {type(error).__name__}: {reason}. Expected a torchmetrics metric or a "
+            "function of logits (K, N, C) and target that returns a number."
+        ) from error
 
 
 def compute_metrics(metrics: Mapping[str, Any], logits: Tensor, target: Tensor, task: str) -> dict[str, float]:
