@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import importlib
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sklearn.linear_model
 import torch
 import torchmetrics
 from sklearn.datasets import load_digits
@@ -264,12 +266,17 @@ class Maker:
         return CNN(self.width)
 
 
-WIDTHS, SCALE = [3], torch.ones(1)
+WIDTHS, SCALE, ARGS = [3], torch.ones(1), argparse.Namespace()
+CONFIG, FILL = sklearn.linear_model.Ridge(), nn.Linear(1, 1)  # an object and a network of installed packages
 CHANGED: dict[str, Callable[[int], Any]] = {
     "object": Maker,
     "method": lambda width: Maker(width).make,
     "lambdas of one line": lambda width: (lambda: CNN(3)) if width == 3 else (lambda: CNN(4)),
     "list": lambda width: WIDTHS.__setitem__(0, width) or (lambda: CNN(WIDTHS[0])),
+    "parsed arguments": lambda width: setattr(ARGS, "width", width) or (lambda: CNN(ARGS.width)),
+    "enclosed arguments": lambda width: (lambda args: lambda: CNN(args.width))(argparse.Namespace(width=width)),
+    "configuration": lambda width: CONFIG.set_params(alpha=width) and (lambda: CNN(int(CONFIG.alpha))),
+    "network": lambda width: nn.init.constant_(FILL.weight, width) is None or (lambda: CNN(int(FILL.weight))),
     "tensor": lambda width: SCALE.fill_(width) and (lambda: CNN(int(SCALE))),
 }
 
