@@ -7,6 +7,7 @@ import copy
 import gc
 import importlib
 import inspect
+import json
 import linecache
 import signal
 import sys
@@ -23,6 +24,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import torchace as ace
+from tests.lab.report.synthetic_sweeps import ArmSpec, Spec, write
 from torchace.lab.data import Batches, Split
 from torchace.lab.data.rng import hashed_key, use_seed
 from torchace.lab.data.splits import random_split
@@ -174,6 +176,21 @@ def test_best_is_chosen_on_validation_data() -> None:
     assert best.cross_entropy == pytest.approx(chosen["cross_entropy"].mean())
 
 
+def test_best_is_the_lowest_of_the_significantly_better_ones(tmp_path: Path) -> None:
+    arm = ArmSpec("main", "", 3, [0, 0.3, 0.9], lambda d: 0.3, lambda d: 0.1)
+    directory = write(tmp_path / "run", Spec("a", "a", [arm], seeds=[0, 1, 2], validation=100))
+    losses = {0.0: [0.30, 0.31, 0.32], 0.3: [0.28, 0.292, 0.299], 0.9: [0.10, 0.10, 0.50]}  # the last: too much noise
+    files = {file: json.loads(file.read_text()) for file in directory.glob("runs/*.json")}
+    for file, run in files.items():
+        run["metrics"]["validation"]["cross_entropy"] = losses[run["diversity"]][run["seed"]]
+        file.write_text(json.dumps(run))
+    assert ace.SweepResult(directory).best().diversity == 0.3
+    for file, run in files.items():
+        file.write_text(json.dumps({**run, "status": "failed", "metrics": None}))
+    with pytest.raises(ValueError, match=r"best\(\) needs a finished run, but all runs failed"):
+        ace.SweepResult(directory).best()
+
+
 @pytest.mark.parametrize("form", [tuple, lambda part: torch.utils.data.TensorDataset(*part)], ids=["pair", "Dataset"])
 def test_validation_data_may_be_given(form: Callable[..., Any], tmp_path: Path) -> None:
     options = SMALL | {"steps": None, "epochs": 4, "patience": 1, "learning_rate": 0.03}
@@ -219,7 +236,7 @@ def test_a_temporary_directory_lives_as_long_as_the_result() -> None:
     result = ace.sweep(CNN, TRAIN, TEST, **SMALL, keep_weights=False)
     directory = result.directory
     assert directory.exists()
-    with pytest.raises(RunStoreError, match="they were not kept; use keep_weights=True"):
+    with pytest.raises(RunStoreError, match="they were not kept; use keep_weights=True and another `out`"):
         result.ensemble(0.5, 1)
     with pytest.raises(RunStoreError, match=r"holds no run λ=0\.2, seed 1"):
         result.ensemble(0.2, 1)

@@ -65,7 +65,7 @@ def headline(results: Results, arm: ArmSummary) -> Headline | None:
     interval = f"95 % interval {' to '.join(ends)} %" if ends else ""
     interval += f", corrected for {difference.tests} λ" if ends and difference.tests > 1 else ""
     if not ends:
-        verdict = f"{at(best)} may change {metric.noun} ({difference.note})"
+        verdict = f"{at(best)} {'may' if difference.mean else 'does not'} change {metric.noun} ({difference.note})"
     if not chosen:
         verdict = f"The {split} data choose λ=0; {verdict}"
     covered = "" if difference.samples is None else f" and {difference.samples:,} test samples"
