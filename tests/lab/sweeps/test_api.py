@@ -32,7 +32,7 @@ from torchace.lab.report.formats import percentages
 from torchace.lab.schema.experiment import DataSection, ModelSection, SweepSection, TrainSection
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
-from torchace.lab.sweeps.fingerprint import source_digest
+from torchace.lab.sweeps.fingerprint import source_digest, tensor_digest
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.nn.base import EnsembleModule
 
@@ -256,6 +256,8 @@ def test_a_directory_resumes_and_refuses_other_objects(tmp_path: Path) -> None:
         ace.sweep(lambda: CNN(), TRAIN, TEST, **SMALL, out=tmp_path)
     with pytest.raises(RunStoreError, match="holds runs with another data"):
         ace.sweep(CNN, (TRAIN[0] + 1e-3, TRAIN[1]), TEST, **SMALL, out=tmp_path)
+    labels = torch.zeros(100_000, dtype=torch.long)  # one corrected label of many
+    assert tensor_digest([labels]) != tensor_digest([labels.index_fill(0, torch.tensor(1), 1)])
     with pytest.raises(RunStoreError, match=r"holds runs with train.batch_size = 40, but now it is 20"):
         ace.sweep(CNN, TRAIN, TEST, **SMALL | {"batch_size": 20}, out=tmp_path)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchace.nn.architecture import enclosed_values
 
-HASHED_ROWS = 65_536  # of a tensor
+HASHED_ROWS, HASHED_BYTES = 65_536, 2**28  # rows of a tensor that has more bytes
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, np.generic, torch.dtype, torch.device, PurePath)
 
 
@@ -40,12 +40,11 @@ def source_digest(function: Any) -> str:
 
 
 def tensor_digest(tensors: Sequence[Tensor]) -> str:
-    """Return a SHA-256 of the shapes, types and contents of tensors; of 65,536 rows at most, evenly spaced."""
+    """Return a SHA-256 of the shapes, types and contents of tensors; above 256 MiB, of 65,536 rows, evenly spaced."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        step = max(1, -(-len(tensor) // HASHED_ROWS)) if tensor.ndim else 1
-        part = tensor[::step] if tensor.ndim else tensor
+        part = tensor[:: -(-len(tensor) // HASHED_ROWS)] if tensor.nbytes > HASHED_BYTES else tensor
         digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
