@@ -120,7 +120,7 @@ class RunStore:
         if result is None:
             raise RunStoreError(f"{self.directory} holds no run {run.description}.")
         if not file.exists():
-            why = "they were not kept; use keep_weights=True" if result.finished else "the run failed"
+            why = "they were not kept; use keep_weights=True and another `out`" if result.finished else "the run failed"
             raise RunStoreError(f"There are no weights of run {run.description}: {why}.")
         try:
             weights = load_safetensors(file.read_bytes())

@@ -16,6 +16,7 @@ from torchace.lab.report.page import contents
 from torchace.lab.report.setup import facts
 from torchace.lab.report.statistics import compare
 from torchace.lab.report.tables import difference_tables
+from torchace.lab.sweeps.result import SweepResult
 
 
 def _swept(
@@ -132,6 +133,7 @@ def test_a_baseline_as_good(table2_results: Results) -> None:
 def test_one_seed_gives_no_verdict(single_seed: Path) -> None:
     results = read_results(single_seed)
     assert _headline(results).startswith("λ=0.7 may change cross entropy (one seed: no interval): −17.")
+    assert SweepResult(single_seed).table().select_dtypes("object").empty  # NaN, not None, where there is no interval
 
 
 def test_identical_seeds_give_no_verdict(tmp_path: Path) -> None:
@@ -141,7 +143,16 @@ def test_identical_seeds_give_no_verdict(tmp_path: Path) -> None:
         for seed in (1, 2):
             copy = first.replace('"seed": 0', f'"seed": {seed}').replace("-s0", f"-s{seed}")
             (directory / "runs" / f"shared-l{diversity}-s{seed}.json").write_text(copy)
-    assert "the same in every seed: no interval" in _headline(read_results(directory))
+    assert "λ=0.7 may change cross entropy (the same in every seed: no interval)" in _headline(read_results(directory))
+    metrics = json.loads((directory / "runs" / "shared-l0-s0.json").read_text())["metrics"]
+    level = metrics["test"]["cross_entropy"]
+    for file in directory.glob("runs/*.json"):
+        run = json.loads(file.read_text())
+        metrics["test"]["cross_entropy"] = level * (1 - 1e-8 * (8 + run["seed"]) * run["diversity"])  # of float32
+        file.write_text(json.dumps({**run, "metrics": metrics}))
+    assert "λ=0.7 does not change cross entropy (equal up to rounding: no interval)" in _headline(
+        read_results(directory)
+    )
 
 
 def test_validation_data_chooses(tmp_path: Path) -> None:

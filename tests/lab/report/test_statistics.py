@@ -11,6 +11,7 @@ from scipy import stats
 from tests.lab.report import synthetic_sweeps
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.statistics import (
+    EQUAL,
     Comparison,
     best_diversity,
     compare,
@@ -64,13 +65,15 @@ def test_one_pair_has_no_interval_and_a_note() -> None:
     assert not found.significant
 
 
-@pytest.mark.parametrize("offset", [0.0, 0.1])
-def test_equal_differences_have_no_interval_and_a_note(offset: float) -> None:
+@pytest.mark.parametrize(
+    ("offset", "note"), [(0.0, EQUAL), (1e-8, EQUAL), (0.1, "the same in every seed: no interval")]
+)
+def test_equal_differences_have_no_interval_and_a_note(offset: float, note: str) -> None:
     reference = {seed: 0.1 * seed + 0.3 for seed in range(4)}
     found = paired_difference({seed: value + offset for seed, value in reference.items()}, reference)
     assert found is not None
     assert found.joint_interval is None
-    assert "the same in every seed" in found.note
+    assert found.note == note
 
 
 def test_family_is_corrected_for_its_tests() -> None:

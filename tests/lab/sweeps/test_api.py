@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import importlib
 import inspect
+import json
 import linecache
 import signal
 import sys
@@ -15,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sklearn.linear_model
 import torch
 import torchmetrics
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import torchace as ace
+from tests.lab.report.synthetic_sweeps import ArmSpec, Spec, write
 from torchace.lab.data import Batches, Split
 from torchace.lab.data.rng import hashed_key, use_seed
 from torchace.lab.data.splits import random_split
@@ -28,7 +32,7 @@ from torchace.lab.report.formats import percentages
 from torchace.lab.schema.experiment import DataSection, ModelSection, SweepSection, TrainSection
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
-from torchace.lab.sweeps.fingerprint import source_digest
+from torchace.lab.sweeps.fingerprint import source_digest, tensor_digest
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.nn.base import EnsembleModule
 
@@ -172,6 +176,21 @@ def test_best_is_chosen_on_validation_data() -> None:
     assert best.cross_entropy == pytest.approx(chosen["cross_entropy"].mean())
 
 
+def test_best_is_the_lowest_of_the_significantly_better_ones(tmp_path: Path) -> None:
+    arm = ArmSpec("main", "", 3, [0, 0.3, 0.9], lambda d: 0.3, lambda d: 0.1)
+    directory = write(tmp_path / "run", Spec("a", "a", [arm], seeds=[0, 1, 2], validation=100))
+    losses = {0.0: [0.30, 0.31, 0.32], 0.3: [0.28, 0.292, 0.299], 0.9: [0.10, 0.10, 0.50]}  # the last: too much noise
+    files = {file: json.loads(file.read_text()) for file in directory.glob("runs/*.json")}
+    for file, run in files.items():
+        run["metrics"]["validation"]["cross_entropy"] = losses[run["diversity"]][run["seed"]]
+        file.write_text(json.dumps(run))
+    assert ace.SweepResult(directory).best().diversity == 0.3
+    for file, run in files.items():
+        file.write_text(json.dumps({**run, "status": "failed", "metrics": None}))
+    with pytest.raises(ValueError, match=r"best\(\) needs a finished run, but all runs failed"):
+        ace.SweepResult(directory).best()
+
+
 @pytest.mark.parametrize("form", [tuple, lambda part: torch.utils.data.TensorDataset(*part)], ids=["pair", "Dataset"])
 def test_validation_data_may_be_given(form: Callable[..., Any], tmp_path: Path) -> None:
     options = SMALL | {"steps": None, "epochs": 4, "patience": 1, "learning_rate": 0.03}
@@ -217,7 +236,7 @@ def test_a_temporary_directory_lives_as_long_as_the_result() -> None:
     result = ace.sweep(CNN, TRAIN, TEST, **SMALL, keep_weights=False)
     directory = result.directory
     assert directory.exists()
-    with pytest.raises(RunStoreError, match="they were not kept; use keep_weights=True"):
+    with pytest.raises(RunStoreError, match="they were not kept; use keep_weights=True and another `out`"):
         result.ensemble(0.5, 1)
     with pytest.raises(RunStoreError, match=r"holds no run λ=0\.2, seed 1"):
         result.ensemble(0.2, 1)
@@ -237,6 +256,8 @@ def test_a_directory_resumes_and_refuses_other_objects(tmp_path: Path) -> None:
         ace.sweep(lambda: CNN(), TRAIN, TEST, **SMALL, out=tmp_path)
     with pytest.raises(RunStoreError, match="holds runs with another data"):
         ace.sweep(CNN, (TRAIN[0] + 1e-3, TRAIN[1]), TEST, **SMALL, out=tmp_path)
+    labels = torch.zeros(100_000, dtype=torch.long)  # one corrected label of many
+    assert tensor_digest([labels]) != tensor_digest([labels.index_fill(0, torch.tensor(1), 1)])
     with pytest.raises(RunStoreError, match=r"holds runs with train.batch_size = 40, but now it is 20"):
         ace.sweep(CNN, TRAIN, TEST, **SMALL | {"batch_size": 20}, out=tmp_path)
 
@@ -264,12 +285,17 @@ class Maker:
         return CNN(self.width)
 
 
-WIDTHS, SCALE = [3], torch.ones(1)
+WIDTHS, SCALE, ARGS = [3], torch.ones(1), argparse.Namespace()
+CONFIG, FILL = sklearn.linear_model.Ridge(), nn.Linear(1, 1)  # an object and a network of installed packages
 CHANGED: dict[str, Callable[[int], Any]] = {
     "object": Maker,
     "method": lambda width: Maker(width).make,
     "lambdas of one line": lambda width: (lambda: CNN(3)) if width == 3 else (lambda: CNN(4)),
     "list": lambda width: WIDTHS.__setitem__(0, width) or (lambda: CNN(WIDTHS[0])),
+    "parsed arguments": lambda width: setattr(ARGS, "width", width) or (lambda: CNN(ARGS.width)),
+    "enclosed arguments": lambda width: (lambda args: lambda: CNN(args.width))(argparse.Namespace(width=width)),
+    "configuration": lambda width: CONFIG.set_params(alpha=width) and (lambda: CNN(int(CONFIG.alpha))),
+    "network": lambda width: nn.init.constant_(FILL.weight, width) is None or (lambda: CNN(int(FILL.weight))),
     "tensor": lambda width: SCALE.fill_(width) and (lambda: CNN(int(SCALE))),
 }
 

@@ -9,7 +9,7 @@ from torchace.diagnosis.advice import advise_diversity
 from torchace.lab.report import formats
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import best_diversity, comparable_means, compare
+from torchace.lab.report.statistics import EQUAL, best_diversity, comparable_means, compare
 from torchace.lab.report.tables import arm_title
 from torchace.lab.schema.results import ArmSummary
 
@@ -65,7 +65,8 @@ def headline(results: Results, arm: ArmSummary) -> Headline | None:
     interval = f"95 % interval {' to '.join(ends)} %" if ends else ""
     interval += f", corrected for {difference.tests} λ" if ends and difference.tests > 1 else ""
     if not ends:
-        verdict = f"{at(best)} may change {metric.noun} ({difference.note})"
+        may = "does not" if difference.note == EQUAL else "may"
+        verdict = f"{at(best)} {may} change {metric.noun} ({difference.note})"
     if not chosen:
         verdict = f"The {split} data choose λ=0; {verdict}"
     covered = "" if difference.samples is None else f" and {difference.samples:,} test samples"

@@ -15,6 +15,9 @@ from torchace.lab.schema.results import ArmSummary
 
 ALPHA = 0.05
 
+ROUNDING = 5e-7  # relative: of scores in float32; shown as 0.0000 %
+EQUAL = "equal up to rounding: no interval"
+
 Interval = tuple[float, float]
 
 
@@ -90,13 +93,15 @@ def paired_difference(
         return None
     differences = [values[seed] - reference[seed] for seed in seeds]
     mean = fmean(differences)
+    level = max(abs(v) for v in [*values.values(), *reference.values()])
+    if max(map(abs, differences)) <= ROUNDING * level:
+        return Difference(diversity, len(seeds), mean, note=EQUAL)
     estimate = mean_over_seeds(differences)
     if estimate is None:
         return Difference(diversity, len(seeds), mean, note="one seed: no interval")
     if samples is not None and samples.keys() >= set(seeds):
         estimate = mean_over_seeds_and_samples(np.stack([samples[seed] for seed in seeds])) or estimate
-    # equal up to rounding: no variance to test with
-    if estimate.error <= 1e-12 * max(abs(v) for v in [*values.values(), *reference.values()]):
+    if estimate.error <= 1e-12 * level:  # no variance to test with
         return Difference(diversity, len(seeds), mean, note="the same in every seed: no interval")
     return Difference(diversity, len(seeds), mean, replace(estimate, mean=mean))
 

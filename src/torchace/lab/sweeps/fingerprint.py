@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import inspect
 import os
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from torchace.nn.architecture import enclosed_values
 
-HASHED_ROWS = 65_536  # of a tensor
+HASHED_ROWS, HASHED_BYTES = 65_536, 2**28  # rows of a tensor that has more bytes
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, np.generic, torch.dtype, torch.device, PurePath)
 
 
@@ -39,12 +40,11 @@ def source_digest(function: Any) -> str:
 
 
 def tensor_digest(tensors: Sequence[Tensor]) -> str:
-    """Return a SHA-256 of the shapes, types and contents of tensors; of 65,536 rows at most, evenly spaced."""
+    """Return a SHA-256 of the shapes, types and contents of tensors; above 256 MiB, of 65,536 rows, evenly spaced."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        step = max(1, -(-len(tensor) // HASHED_ROWS)) if tensor.ndim else 1
-        part = tensor[::step] if tensor.ndim else tensor
+        part = tensor[:: -(-len(tensor) // HASHED_ROWS)] if tensor.nbytes > HASHED_BYTES else tensor
         digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -82,7 +82,8 @@ def _describe(value: Any, seen: set[int]) -> Any:
         return [_source(value), _describe([*bases, *methods], seen)]
     if callable(value) or _is_own(type(value)):
         return [object_name(value), _describe([type(value), _attributes(value)], seen)]
-    return object_name(value)
+    settings = _settings(value)
+    return [object_name(value), _describe(settings, seen)] if settings else object_name(value)
 
 
 def _describe_function(function: types.FunctionType, seen: set[int]) -> list[Any]:
@@ -96,7 +97,8 @@ def _describe_function(function: types.FunctionType, seen: set[int]) -> list[Any
     used = [function.__globals__.get(name) for name in names]
     modules = [item for item in used if isinstance(item, types.ModuleType) and _is_local(item.__name__)]
     used += [getattr(module, name, None) for module in modules for name in names]
-    return [source, _describe([*values, *(item for item in used if _is_own(item, function.__module__))], seen)]
+    used = [item for item in used if _is_own(item, function.__module__)]
+    return [source, _describe([*values, *used], seen)]
 
 
 def _global_names(code: types.CodeType) -> list[str]:
@@ -116,6 +118,15 @@ def _attributes(value: Any) -> dict[str, Any]:
     return {**public, **value.state_dict()}
 
 
+def _settings(value: Any) -> dict[str, Any]:
+    """Return the public values of parsed arguments or of an installed package's object, such as a configuration."""
+    is_library = type(value).__module__.partition(".")[0] in sys.stdlib_module_names  # such as a logger
+    if callable(value) or (is_library and not isinstance(value, argparse.Namespace | types.SimpleNamespace)):
+        return {}
+    attributes = getattr(value, "__dict__", {})
+    return {name: item for name, item in attributes.items() if name[0] != "_" and not callable(item)}
+
+
 def _source(value: Any) -> Any:
     try:
         return inspect.getsource(value)
@@ -124,8 +135,8 @@ def _source(value: Any) -> Any:
 
 
 def _is_own(value: Any, module: str = "") -> bool:
-    """Whether a value is a number, text, list or tensor, or is defined in this module or in a file of the user."""
-    if isinstance(value, (*_PLAIN, list, tuple, dict, set, Tensor, np.ndarray)):
+    """Whether a value is a number, text, list, tensor, network or configuration, or defined in a file of the user."""
+    if isinstance(value, (*_PLAIN, list, tuple, dict, set, partial, nn.Module, Tensor, np.ndarray)) or _settings(value):
         return True
     defined = getattr(value, "__module__", None) or ""
     return (bool(module) and defined == module) or _is_local(defined)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import weakref
 from html import escape
@@ -92,7 +93,7 @@ class SweepResult:
     def best(self) -> Series:
         """Return the row of `table` for the λ chosen on validation data, with `diversity`.
 
-        λ is 0 unless another one has a significantly lower validation loss (paired over seeds).
+        It is the λ with the lowest validation loss of those significantly below λ=0 (paired over seeds), else 0.
 
         Raises:
             ValueError: The sweep has no validation data.
@@ -105,14 +106,16 @@ class SweepResult:
             means = comparable_means(results, arm, loss, "validation")
             if not means:
                 continue
-            chosen = min(means, key=means.__getitem__)
+            candidates = list(means)
             if 0.0 in means:  # the choice is corrected for the number of λ
-                series = {d: results.values(arm, d, loss, "validation") for d in results.diversities(arm)}
-                differences = paired_differences({d: v for d, v in series.items() if d}, series.get(0.0, {}))
-                gains = [d.diversity for d in differences if d.significant and d.mean < 0]
-                chosen = chosen if chosen in gains else 0.0
+                series = {d: results.values(arm, d, loss, "validation") for d in means}
+                differences = paired_differences({d: v for d, v in series.items() if d}, series[0.0])
+                candidates = [d.diversity for d in differences if d.significant and d.mean < 0] or [0.0]
+            chosen = min(candidates, key=means.__getitem__)
             found.append((means[chosen], arm, chosen))
         if not found:
+            if any(results.arm_data(arm).validation for arm in results.arms):
+                raise ValueError("best() needs a finished run, but all runs failed or are missing.")
             raise ValueError(
                 "best() needs validation data, but this sweep has none. Use sweep(..., validation=0.2), or compare the "
                 "values of λ with table()."
@@ -230,4 +233,4 @@ def _row(results: Results, arm: ArmSummary, diversity: float) -> dict[str, Any]:
     if comparison is not None and (difference := comparison.at(diversity)) is not None:
         low, high = difference.joint_interval or (None, None)
         row |= {"difference": difference.mean, "low": low, "high": high}
-    return row
+    return {key: math.nan if value is None else value for key, value in row.items()}
