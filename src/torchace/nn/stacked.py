@@ -187,7 +187,8 @@ class StackedEnsemble(EnsembleModule):
         before = tensor_versions(shared)
         is_followed = decision is None or decision.call_by_call
         size = self._members_at_once(decision, args, own=own) if is_followed else 0
-        self._in_parts |= size < self.num_members  # from then on, calls of all members at once wait too
+        if size < self.num_members and not self._in_parts:
+            self._in_parts = True  # from then on, calls of all members at once wait too
         replaces = self._in_parts or (self.shares_weights and torch.is_grad_enabled())
         with module_lock(self.stacked) if replaces else nullcontext():
             if is_followed:

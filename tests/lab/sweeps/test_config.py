@@ -56,7 +56,7 @@ def test_every_combination_of_a_grid_is_an_arm() -> None:
     ("grid", "message"),
     [
         ({"data": {"limit": []}}, "expected grid.data.limit to be a list with at least one value"),
-        ({"data": {"limits": [1]}}, "there is no key 'data.limits'. Did you mean 'limit'?"),
+        ({"data": {"limits": [1]}}, "there is no key 'data.limits'. Did you mean 'data.limit'?"),
         ({"model": {"hidden": [[4], [4]]}}, "expected distinct names of arms, but got 'hidden_4' twice"),
         ({"sweep": {"seeds": [[1]]}}, "there is no key 'grid.sweep'"),
     ],
@@ -217,7 +217,7 @@ def test_a_built_in_name_is_not_a_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_error_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"^digits: there is no key 'train.epoch'. Did you mean 'epochs'\?$"):
+    with pytest.raises(ConfigError, match=r"^digits: there is no key 'train.epoch'. Did you mean 'train.epochs'\?$"):
         load_experiment("digits", ["train.epoch=3"])
 
 

@@ -98,7 +98,9 @@ def note_numbers(frame: DataFrame, columns: Sequence[Column], notes: list[str]) 
             continue
         values = np.nan_to_num(feature_numbers(frame[column.name], column))
         last, present = values[-1], values[:-1][values[:-1] != 0]
-        if len(present) >= MIN_SUMMANDS and np.isclose(present.sum(), last, rtol=1e-6) and last > present.max():
+        with np.errstate(over="ignore"):
+            is_sum = len(present) >= MIN_SUMMANDS and np.isclose(present.sum(), last, rtol=1e-6)
+        if is_sum and last > present.max():
             sums.append(column.name)
         mark = float(values[np.abs(values).argmax()])
         others = values[values != mark]
