@@ -251,10 +251,9 @@ def check_calibration(m: Measures) -> Finding:
     details += f"Calibration error {error:.3f}."
     size = max(excess, gap.low, -gap.high)
     if size < MISCALIBRATED:
-        headline = "The ensemble is well calibrated"
         if max(gap.high, -gap.low) > BADLY_MISCALIBRATED:
-            headline = "Too few samples to judge the ensemble's calibration"
-        return finding("ok", f"{headline}: {details}")
+            return finding("note", f"Too few samples to judge the ensemble's calibration: {details}")
+        return finding("ok", f"The ensemble is well calibrated: {details}")
     severity = "warning" if size > BADLY_MISCALIBRATED else "note"
     if gap.low <= 0 <= gap.high:
         sentence = f"The ensemble is overconfident at some confidence levels and underconfident at others: {details}"
@@ -274,10 +273,9 @@ def check_member_calibration(m: Measures) -> Finding:
     if over or under:
         sentence = f"Of {m.num_members} members, {len(over)} overconfident and {len(under)} underconfident: {details}"
         return finding("note", sentence, "Use the ensemble's probabilities, not a member's.")
-    headline = "The members are well calibrated"
     if any(max(gap.high, -gap.low) > BADLY_MISCALIBRATED for gap in gaps):
-        headline = "Too few samples to judge the members' calibration"
-    return finding("ok", f"{headline}: {details}")
+        return finding("note", f"Too few samples to judge the members' calibration: {details}")
+    return finding("ok", f"The members are well calibrated: {details}")
 
 
 def check_classes(m: Measures, class_names: Sequence[str] = ()) -> Finding:

@@ -502,7 +502,8 @@ def test_a_result_that_was_changed_is_one_sentence(invoke: Invoke, small: Path) 
     assert "main-l0.5-s1.json was changed after it was written" in outcome.err
     outcome = invoke("report", "a")
     assert outcome.err.splitlines() == [
-        "Skipped: runs/main-l0.5-s1.json was changed after it was written: its SHA-256 differs."
+        "Skipped: runs/main-l0.5-s1.json was changed after it was written: its SHA-256 differs. "
+        "Delete the files of this run to train it again."
     ]
     file.unlink()  # as it says
     outcome = invoke("run", small, "--out", "a")

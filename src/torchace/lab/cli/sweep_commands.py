@@ -99,4 +99,4 @@ def report(directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="
         print_line(sentence)
     print_line(f"Report: {page}")
     for reason in results.damaged.values():
-        print_error(f"Skipped: {reason}")
+        print_error(f"Skipped: {reason} Delete the files of this run to train it again.")

@@ -90,6 +90,8 @@ class Split:
                     "Expected `x` and `y` with one entry for each sample on one device, but got shapes "
                     f"{shape_of(x)} on {x.device} and {shape_of(self.y)} on {self.y.device}."
                 )
+            if x.is_complex():
+                raise TypeError(f"Expected real `x`, but got {x.dtype}. Convert it: torch.view_as_real(x).")
         if self.y.dtype != torch.int64 and not self.y.is_floating_point():
             raise TypeError(f"Expected `y` of type int64, but got {self.y.dtype}. Convert it: y.long().")
         if self.weight is not None and self.weight.shape[-1] != len(self):

@@ -225,7 +225,8 @@ def rich_table(results: Results, *, bold: bool = True) -> RichTable:
 
     many = has_many_arms(results)
     table = gain_table(results) if many else tables.result_table(results)
-    note = f"Mean ± standard deviation over seeds{'; bold: the best λ' * bold}."
+    over = "Mean ± standard deviation over seeds" if len(results.experiment.seeds) > 1 else "One seed"
+    note = f"{over}{'; bold: the best λ' * bold}."
     if many and (found := sweep_headline(results)):
         note = f"{found.sentence} {found.detail}"
     title = Text(results.experiment.title or results.experiment.name)

@@ -186,5 +186,6 @@ def resolve_device(name: str) -> str:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"Cannot use the device {name!r}: {reason}. Use cpu, cuda, cuda:N or auto.") from error
+        valid = "cpu, cuda, cuda:N or auto" if torch.cuda.is_available() else "cpu or auto"
+        raise ValueError(f"Cannot use the device {name!r}: {reason}. Use {valid}.") from error
     return name
