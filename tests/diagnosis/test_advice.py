@@ -55,6 +55,15 @@ def test_where_diversity_does_not_pay(changes: dict[str, float], diversity: floa
     assert advice.sentence.startswith(start)
 
 
+@pytest.mark.parametrize(("num_parameters", "pays"), [(250, True), (251, False)])
+def test_a_regression_needs_four_samples_per_parameter(num_parameters: int, pays: bool) -> None:
+    losses = {"train_loss": 8.0, "validation_loss": 10.0, "member_loss": 11.0, "disagreement": None}
+    advice = advise_diversity(**losses, num_samples=1000, num_parameters=num_parameters)
+    assert (advice.diversity, advice.gain) == ((0.7, pytest.approx(0.7 * 0.7 * 0.1)) if pays else (0.0, 0.0))
+    assert ("0.25 parameters for each training sample, more than 0.25." in advice.sentence) == (not pays)
+    assert "mean squared error" in advice.sentence
+
+
 def test_a_count_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="Expected `num_samples` to be at least 1, but got 0"):
         advise_diversity(**{**UNDERFITTED, "num_samples": 0})

@@ -15,6 +15,8 @@ SHARE, MAX_ROOT, MANY_CLASSES = 0.7, 2.0, 10
 # The λ to start with, by the disagreement at λ=0: members that differ much are weak alone, and a large λ takes away
 # what holds each of them to the labels.
 DIVERSITIES = ((0.06, 0.7), (0.15, 0.5), (math.inf, 0.1))
+# In a regression, the expected gain is SHARE · 0.7 · ambiguity with at least this many samples per parameter, else 0.
+SAMPLES_PER_PARAMETER = 4
 
 
 class DiversityAdvice(NamedTuple):
@@ -46,23 +48,25 @@ def advise_diversity(
     train_loss: float,
     validation_loss: float,
     member_loss: float,
-    disagreement: float,
+    disagreement: float | None,
     num_samples: int,
     num_parameters: int,
     num_classes: int | None = None,
 ) -> DiversityAdvice:
-    r"""Advise whether λ > 0 pays, from one classifier ensemble trained with λ=0.
+    r"""Advise whether λ > 0 pays, from one ensemble trained with λ=0.
 
     Members that overfit need early stopping first. Otherwise λ enlarges the gain from averaging, the more so the fewer
     parameters a member has for each sample. With few classes C it does so less:
 
     $$\frac{\Delta H}{H} \approx 0.7\, \lambda\, \frac{\bar H_k - H}{H} \min(2, \sqrt{n / P}) \min(1, (C - 1) / 9)$$
 
+    In a regression, the last two factors are 1 with at least four samples per parameter, and 0 with fewer.
+
     Args:
-        train_loss: The ensemble's cross entropy on the training samples.
-        validation_loss: The ensemble's cross entropy on validation samples.
-        member_loss: Mean cross entropy of its members on validation samples.
-        disagreement: Disagreement of its members on validation samples.
+        train_loss: The ensemble's cross entropy (or mean squared error) on the training samples.
+        validation_loss: The same on validation samples.
+        member_loss: Mean of its members' losses on validation samples.
+        disagreement: Disagreement of its members on validation samples; None for a regression.
         num_samples: Number of training samples, n.
         num_parameters: Number of parameters of one member, P.
         num_classes: Number of classes, C. None: ten or more.
@@ -82,21 +86,28 @@ def advise_diversity(
     ):  # fmt: skip
         if count < least:
             raise ValueError(f"Expected `{name}` to be at least {least}, but got {count}.")
-    both = f"the cross entropy is {train_loss:.3g} on the training and {validation_loss:.3g} on the validation samples"
+    noun = "mean squared error" if disagreement is None else "cross entropy"
+    both = f"the {noun} is {train_loss:.3g} on the training and {validation_loss:.3g} on the validation samples"
     if is_overfit(train_loss, validation_loss):
         return DiversityAdvice(0.0, None, f"Stop earlier before trying λ: at λ=0 {both}, so the members overfit.")
-    diversity = next(value for limit, value in DIVERSITIES if disagreement < limit)
     ambiguity = max(0.0, member_loss / validation_loss - 1) if validation_loss > 0 else 0.0
-    root = min(MAX_ROOT, math.sqrt(num_samples / num_parameters))
-    gain = SHARE * diversity * ambiguity * root * min(1.0, (classes - 1) / (MANY_CLASSES - 1))
-    averaging = f"Averaging lowers the members' cross entropy by {100 * ambiguity / (1 + ambiguity):.1f} %"
-    size = f"a member has {_count_parameters(num_parameters / num_samples)} for each training sample"
-    few = classes < MANY_CLASSES
-    why = f"{averaging}, {size}, and there are only {classes} classes." if few else f"{averaging}, and {size}."
+    why = f"Averaging lowers the members' {noun} by {100 * ambiguity / (1 + ambiguity):.1f} %, and a member has "
+    why += f"{_count_parameters(num_parameters / num_samples)} for each training sample"
+    if disagreement is None:
+        diversity, factor = DIVERSITIES[0][1], float(num_samples >= SAMPLES_PER_PARAMETER * num_parameters)
+        why += "" if factor else f", more than {1 / SAMPLES_PER_PARAMETER:g}"
+    else:
+        diversity = next(value for limit, value in DIVERSITIES if disagreement < limit)
+        root = min(MAX_ROOT, math.sqrt(num_samples / num_parameters))
+        factor = root * min(1.0, (classes - 1) / (MANY_CLASSES - 1))
+        if classes < MANY_CLASSES:
+            why = f"{why.replace(', and', ',')}, and there are only {classes} classes"
+    gain = SHARE * diversity * ambiguity * factor
     if gain < WORTHWHILE:
-        return DiversityAdvice(0.0, gain, f"λ > 0 should not pay (a gain of {100 * gain:.1f} %). {why}")
-    start = f"λ={diversity:g} should lower the cross entropy by about {100 * gain:.0f} %."
-    return DiversityAdvice(diversity, gain, f"{start} {why}")
+        return DiversityAdvice(0.0, gain, f"λ > 0 should not pay (a gain of {100 * gain:.1f} %). {why}.")
+    return DiversityAdvice(
+        diversity, gain, f"λ={diversity:g} should lower the {noun} by about {100 * gain:.0f} %. {why}."
+    )
 
 
 def _count_parameters(ratio: float) -> str:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lab.tuning.search_data import make_split
+from torchace.diagnosis import DiversityAdvice, advise_diversity
 from torchace.lab.data import Split
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, train_members
 from torchace.lab.tuning import grid_search
@@ -56,6 +57,13 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, int]]]:
 
     monkeypatch.setattr(grid_search, "train_members", record)
     return seen
+
+
+@pytest.fixture
+def expected_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """λ=0 lets expect a gain, so that no search ends there."""
+    advice = DiversityAdvice(0.5, 0.1, "λ=0.5 should help.")
+    monkeypatch.setattr(grid_search, "advise_diversity", lambda **_: advice)
 
 
 # -- choosing ---------------------------------------------------------------------------------------------------------
@@ -299,6 +307,7 @@ def test_a_diversity_is_chosen_only_if_significant(monkeypatch: pytest.MonkeyPat
     assert ("so λ=0 is kept" in result.sentence) == kept
 
 
+@pytest.mark.usefixtures("expected_gain")
 def test_overfitting_ends_the_search_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
 
@@ -311,7 +320,7 @@ def test_overfitting_ends_the_search_before_it_begins(monkeypatch: pytest.Monkey
     assert (result.diversity, result.rounds, result.gain) == (0.0, ((0.0,),), None)
     assert "overfit" in result.sentence
     assert result.train_score is not None
-    monkeypatch.undo()
+    monkeypatch.setattr(grid_search, "is_overfit", lambda train, validation: False)
     monkeypatch.setattr(GridSearch, "_is_promising", lambda *_: True)
     searched = run_search(end_early=True, callback=Recorder())
     whole = run_search()
@@ -322,16 +331,21 @@ def test_overfitting_ends_the_search_before_it_begins(monkeypatch: pytest.Monkey
     assert min(seen) > 0
 
 
+def noise_rows(split: Split, train: Split | None) -> torch.Tensor:
+    """Values in the places of a group's losses, with mean 0; those of a split have a standard error of 0.05."""
+    parts = [split] if train is None else [split] * 4 + [train]
+    rows = [torch.randn(len(part), generator=torch.Generator().manual_seed(0)).double() for part in parts]
+    return torch.cat([row - row.mean() for row in rows])
+
+
+@pytest.mark.usefixtures("expected_gain")
 @pytest.mark.parametrize("gain", [0.02, 0.2])
 def test_a_gain_below_its_standard_error_ends_the_search(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
     stages = []
 
-    def losses(self: Any, stage: SearchStage, split: Split, plain: Any = ()) -> Any:
+    def losses(self: Any, stage: SearchStage, split: Split, train: Split | None = None) -> Any:
         stages.append(stage.purpose)
-        noise = [
-            torch.randn(len(part), generator=torch.Generator().manual_seed(0)).double() for part in (split, *plain)
-        ]
-        noise = torch.cat([row - row.mean() for row in noise])  # of a standard error of 0.05
+        noise = noise_rows(split, train)
         rows = {d: 5 + (0.3 * noise - gain) * (d == 0.5) for d in stage.diversities}
         return {d: dict.fromkeys(stage.seeds, row) for d, row in rows.items()}
 
@@ -345,16 +359,56 @@ def test_a_gain_below_its_standard_error_ends_the_search(monkeypatch: pytest.Mon
     assert TunedDiversity.from_dict(result.to_dict()) == result
 
 
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize(("width", "epochs", "pays"), [(8, 60, True), (400, 6, False)])
+def test_the_search_ends_at_once_if_the_rule_expects_no_gain(task: str, width: int, epochs: int, pays: bool) -> None:
+    plan, outputs = replace(PLAN, task=task, hidden=(width,), epochs=epochs), 10 if task == "classification" else 1
+    train, validation = (make_split(count, start, task) for start, count in enumerate((480, 40)))
+    if task == "classification":
+        train, validation = (replace(s, y=(3 * s.x[:, 0]).round().long().clamp(-4, 5) + 4) for s in (train, validation))
+    problem = SearchProblem(plan, train, validation, outputs)
+    result = GridSearch(problem, num_fresh=0, end_early=True).run()
+
+    seeds = problem.training_seeds(1)
+    trained = train_members(plan, train, outputs, diversities=[0.0], seeds=seeds, validation=validation)
+    ensemble = trained.ensemble(0)
+
+    @torch.no_grad()
+    def losses(split: Split) -> tuple[float, float, float | None]:  # of the ensemble and its members, disagreement
+        outputs = ensemble(split.x)
+        if task == "regression":
+            members = [float((row - split.y).square().mean()) for row in outputs]
+            return float((outputs.mean(0) - split.y).square().mean()), sum(members) / 3, None
+        pairs = [(outputs[j].argmax(1) != outputs[k].argmax(1)).double().mean() for j in range(3) for k in range(j)]
+        members = [float(torch.nn.functional.cross_entropy(row, split.y)) for row in outputs]
+        mixture = outputs.softmax(2).mean(0)
+        loss = -mixture[range(len(split.y)), split.y].log().mean()
+        return float(loss), sum(members) / 3, float(sum(pairs) / 3)
+
+    loss, member_loss, differ = losses(validation)
+    advice = advise_diversity(
+        train_loss=losses(train)[0],
+        validation_loss=loss,
+        member_loss=member_loss,
+        disagreement=differ,
+        num_samples=480,
+        num_parameters=sum(p.numel() for p in ensemble.parameters()) // 3,
+        num_classes=None if task == "regression" else 10,
+    )
+    assert (advice.diversity > 0) == pays
+    assert (advice.sentence in result.sentence) == ("kept without a search" in result.sentence) == (not pays)
+    assert (len(result.candidates) > 1) == pays
+    assert result.validation_score == pytest.approx(loss)
+
+
+@pytest.mark.usefixtures("expected_gain")
 @pytest.mark.parametrize("gain", [0.02, 0.2])
 def test_one_diversity_is_tried_before_the_others(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
     tried = []
 
-    def losses(self: Any, stage: SearchStage, split: Split, plain: Any = ()) -> Any:
+    def losses(self: Any, stage: SearchStage, split: Split, train: Split | None = None) -> Any:
         tried.append(stage.diversities)
-        noise = [
-            torch.randn(len(part), generator=torch.Generator().manual_seed(0)).double() for part in (split, *plain)
-        ]
-        noise = torch.cat([row - row.mean() for row in noise])  # of a standard error of 0.05
+        noise = noise_rows(split, train)
         rows = {d: 5 + (0.3 * noise - gain * d / 0.3) * (d > 0) for d in stage.diversities}
         return {d: dict.fromkeys(stage.seeds, row) for d, row in rows.items()}
 

@@ -94,25 +94,26 @@ def other_gains(results: Results, arm: ArmSummary) -> str:
 
 def expectation(results: Results, arm: ArmSummary) -> str:
     """Return what the runs at λ=0 let expect of λ; empty for shared layers, or without validation data."""
-    keys = ("cross_entropy", "member_cross_entropy", "disagreement")
+    loss = results.task.loss
+    keys = (loss, f"member_{loss}", *(() if loss == "mse" else ("disagreement",)))
     validation = [list(results.values(arm, 0.0, key, "validation").values()) for key in keys]
     config = results.experiment.config
     kinds = {section.get("model", {}).get("kind", "separate") for section in (config, *config.get("arms", []))}
     epochs = [
         run.history[(run.best_epoch or len(run.history)) - 1] for run in results.finished(arm, 0.0) if run.history
     ]
-    train = [loss for epoch in epochs if (loss := epoch.get("train_cross_entropy")) is not None]
-    if results.task.loss != keys[0] or kinds != {"separate"} or arm.num_members == 1 or not arm.parameters:
+    train = [value for epoch in epochs if (value := epoch.get(f"train_{loss}")) is not None]
+    if kinds != {"separate"} or arm.num_members == 1 or not arm.parameters:
         return ""
     if not all([train, *validation]):
         return ""
-    validation_loss, member_loss, disagreement = (math.fsum(values) / len(values) for values in validation)
+    validation_loss, member_loss, *disagreement = (math.fsum(values) / len(values) for values in validation)
     data = results.arm_data(arm)
     advice = advise_diversity(
         train_loss=math.fsum(train) / len(train),
         validation_loss=validation_loss,
         member_loss=member_loss,
-        disagreement=disagreement,
+        disagreement=next(iter(disagreement), None),
         num_samples=data.train,
         num_parameters=max(1, arm.parameters // arm.num_members),
         num_classes=len(data.classes) or None,

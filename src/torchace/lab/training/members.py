@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from torchace.functional import disagreement
 from torchace.lab.data import Batches, Split, hashed_key
 from torchace.lab.data.rng import use_seed
 from torchace.lab.schema.hyperparameters import Hyperparameters
@@ -88,6 +89,11 @@ class MemberPlan:
         is_plain = self.encoding == "standard" or self.has_shared_weights
         return network if is_plain else scale_inputs(network, diversity)
 
+    def count_parameters(self, num_features: int, num_outputs: int) -> int:
+        """Number of parameters of a member."""
+        with torch.device("meta"):
+            return count_parameters(self.member(num_features, num_outputs))
+
     @torch.no_grad()
     def _check_outputs(self, network: nn.Module, num_features: int, num_outputs: int) -> None:
         """Refuse an own network whose outputs have another shape."""
@@ -144,6 +150,26 @@ class TrainedGroup:
         """Each ensemble's cross entropy or squared error on every sample of a split, `(R, N)`."""
         return validation_losses(self.network, split, self.train_config, temperature=temperature)
 
+    def member_scores(self, split: Split) -> tuple[Tensor, Tensor]:
+        """Members' mean loss and disagreement (0 in a regression) on every sample of a split, `(R, N)` each."""
+        is_regression, y = self.plan.task == "regression", split.y.cpu()
+        runs = []  # (2, N) each
+        for run in range(self.network.num_runs):
+            parts, done = [], 0
+            for logits in self.logits(run, split.x):  # (K, n, C)
+                target = y[done : done + logits.shape[1]].expand(len(logits), *[-1] * y.ndim)
+                done += logits.shape[1]
+                if is_regression:
+                    losses = (logits - target).square().mean((0, 2))
+                    parts.append(torch.stack([losses, torch.zeros_like(losses)]))
+                else:
+                    losses = F.cross_entropy(logits.movedim(2, 1), target, reduction="none").mean(0)
+                    differ = disagreement(logits.nan_to_num(), reduction="none")  # failed runs are left out later
+                    parts.append(torch.stack([losses, differ]))
+            runs.append(torch.cat(parts, 1))
+        losses, differ = torch.stack(runs).unbind(1)
+        return losses, differ
+
     def scores(self, split: Split) -> list[float]:
         """Weighted means of `losses` over a split; Inf for failed runs."""
         values = mean_over_samples(self.losses(split), split.weight).tolist()
@@ -192,8 +218,7 @@ def new_run_group(
     plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int], diversities: Sequence[float]
 ) -> RunGroup:
     """Return untrained runs."""
-    with torch.device("meta"):
-        parameters = count_parameters(plan.member(num_features, num_outputs))
+    parameters = plan.count_parameters(num_features, num_outputs)
     networks = len(seeds) * (1 if plan.has_shared_weights else plan.num_members)
     check_memory(networks * parameters, plan.train_config(1).dtype)
     runs = zip(seeds, diversities, strict=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchace._checks import check_count, check_fraction
 from torchace._statistics import mean_over_samples as estimate_mean
-from torchace.diagnosis.advice import is_overfit
+from torchace.diagnosis.advice import advise_diversity, is_overfit
 from torchace.lab.data import Split
 from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
 from torchace.lab.schema.values import LARGEST
@@ -87,6 +87,14 @@ class TunedDiversity(DiversitySearch):
         return cls.model_validate(content)
 
 
+class _Baseline(NamedTuple):
+    """Mean scores of λ=0 before the temperature, and the reason not to search, if any."""
+
+    train: float
+    validation: float
+    reason: str
+
+
 @dataclass(frozen=True)
 class GridSearch:
     """Search λ by the ensemble's cross entropy (or squared error) on validation samples.
@@ -104,7 +112,7 @@ class GridSearch:
     candidates: Sequence[float] = CANDIDATES  # of the first round
     score_scale: float = 1.0  # factor for the scores, such as the variance of a scaled target
     cache: SearchCache | None = None  # an interrupted search resumes from it
-    end_early: bool = False  # after λ=0 if `is_overfit`, after `PROBE` or all λ if validation shows no gain
+    end_early: bool = False  # after λ=0 if no gain is expected, after `PROBE` or all λ if validation shows none
 
     def __post_init__(self) -> None:
         check_count(self.num_seeds, "num_seeds")
@@ -129,7 +137,7 @@ class GridSearch:
         with contextlib.nullcontext() if self.cache is None else self.cache.open(problem.fingerprint(test=self.test)):
             if self.end_early and len(tried) > 1:
                 losses[0.0], baseline = self._train_baseline(train, seeds, len(tried))
-                if baseline is not None and is_overfit(*baseline):
+                if baseline is not None and baseline.reason:
                     tried = [0.0]
                 elif PROBE in tried:
                     losses |= train(SearchStage(1, "search", (PROBE,), seeds), problem.validation)
@@ -167,8 +175,8 @@ class GridSearch:
             seeds=seeds,
             fresh_seeds=fresh_seeds if compared else (),
             gain=gain,
-            train_score=None if baseline is None else baseline[0],
-            validation_score=None if baseline is None else baseline[1],
+            train_score=None if baseline is None else baseline.train,
+            validation_score=None if baseline is None else baseline.validation,
             sentence=_describe(
                 problem, scores, best, gain, None if is_too_small else self.num_fresh * compared, baseline
             ),
@@ -176,24 +184,46 @@ class GridSearch:
 
     def _train_baseline(
         self, train: _GroupTrainer, seeds: tuple[int, ...], num_candidates: int
-    ) -> tuple[dict[int, Tensor | None], tuple[float, float] | None]:
-        """Train λ=0 and estimate the time of the rest; return its validation losses and two mean scores.
+    ) -> tuple[dict[int, Tensor | None], _Baseline | None]:
+        """Train λ=0 and estimate the time of the rest; return its validation losses and mean scores.
 
-        These are of the training and of the validation samples, before the temperature; None if every training failed.
+        The scores are None if every training failed.
         """
         problem, start = self.problem, time.monotonic()
-        plain = (problem.train, problem.validation)
-        losses = train(SearchStage(1, "search", (0.0,), seeds), problem.validation, plain)[0.0]
+        losses = train(SearchStage(1, "search", (0.0,), seeds), problem.validation, problem.train)[0.0]
         runs = (num_candidates - 1 + 2 * (self.rounds - 1)) * self.num_seeds + 2 * self.num_fresh
         train.callback.on_estimate((time.monotonic() - start) / self.num_seeds * runs)
-        sizes = [len(split) for split in (problem.validation, *plain)]
-        rows = {seed: [None] * 3 if row is None else row.split(sizes) for seed, row in losses.items()}
+        size = len(problem.validation)
+        rows = {
+            s: None if row is None else row.tensor_split((size, 2 * size, 3 * size, 4 * size))
+            for s, row in losses.items()
+        }
+        splits = [problem.validation] * 3 + [problem.train]
         means = [
-            _mean({seed: self._score(row[place], split) for seed, row in rows.items()})
-            for place, split in enumerate(plain, start=1)
+            _mean({seed: self._score(None if row is None else row[place], split) for seed, row in rows.items()})
+            for place, split in enumerate(splits, start=1)
         ]
-        validation = {seed: row[0] for seed, row in rows.items()}
-        return validation, (means[0], means[1]) if math.isfinite(means[0]) else None
+        validation = {seed: None if row is None else row[0] for seed, row in rows.items()}
+        return validation, self._describe_baseline(*means) if math.isfinite(means[0]) else None
+
+    def _describe_baseline(self, validation: float, member: float, disagreement: float, train: float) -> _Baseline:
+        """Return the mean scores of λ=0, and the reason not to search, if any."""
+        problem, plan, reason = self.problem, self.problem.plan, ""
+        if is_overfit(train, validation):
+            reason = "The members overfit, and λ does not help against that."
+        elif not plan.has_shared_weights:
+            is_regression = plan.task == "regression"
+            advice = advise_diversity(
+                train_loss=train,
+                validation_loss=validation,
+                member_loss=member,
+                disagreement=None if is_regression else disagreement,
+                num_samples=len(problem.train),
+                num_parameters=plan.count_parameters(problem.train.x.shape[1], problem.num_outputs),
+                num_classes=None if is_regression else problem.num_outputs,
+            )
+            reason = "" if advice.diversity else advice.sentence
+        return _Baseline(train, validation, reason)
 
     def _is_promising(self, losses: Losses, diversity: float) -> bool:
         """Whether the gain on the validation samples exceeds its standard error.
@@ -225,14 +255,17 @@ class _GroupTrainer:
     stop: Callable[[], bool]
     max_loss: float  # above it, a training counts as failed
 
-    def __call__(self, stage: SearchStage, split: Split, plain: Sequence[Split] = ()) -> Losses:
-        """Losses on `split`, followed by those on `plain` before the temperature."""
+    def __call__(self, stage: SearchStage, split: Split, train: Split | None = None) -> Losses:
+        """Losses on `split`; with `train`, followed by values before the temperature.
+
+        These are losses on `split`, its members' mean losses and disagreement, and losses on `train`.
+        """
         # all λ of a seed in one group: they share batches
         runs = [(diversity, seed) for seed in stage.seeds for diversity in stage.diversities]
         rows: list[Tensor | None] = []
         for places in np.array_split(np.arange(len(runs)), math.ceil(len(runs) / self._max_runs())):
             group = [runs[place] for place in places]
-            losses = self._train(stage, group, split, plain, start=len(rows) / len(runs), share=len(group) / len(runs))
+            losses = self._train(stage, group, split, train, start=len(rows) / len(runs), share=len(group) / len(runs))
             rows += [row if bool((row.abs() < self.max_loss).all()) else None for row in losses]
         self.callback.on_search(stage, 1.0)
         by_run = dict(zip(runs, rows, strict=True))
@@ -243,7 +276,7 @@ class _GroupTrainer:
         stage: SearchStage,
         group: Sequence[tuple[float, int]],
         split: Split,
-        plain: Sequence[Split],
+        train: Split | None,
         start: float,  # of the stage, as a fraction
         share: float,
     ) -> Tensor:
@@ -266,8 +299,10 @@ class _GroupTrainer:
         temperature = None
         if problem.plan.has_temperature:  # as the model will have one
             temperature = [fit_run_temperature(trained, problem.validation, run=run) for run in range(len(group))]
-        rows = [trained.losses(split, temperature), *(trained.losses(part) for part in plain)]
-        losses = torch.cat(rows, 1).double().cpu()
+        rows = [trained.losses(split, temperature)]
+        if train is not None:
+            rows += [trained.losses(split), *trained.member_scores(split), trained.losses(train)]
+        losses = torch.cat([row.double().cpu() for row in rows], 1)
         losses[sorted(trained.fitted.failures)] = torch.nan
         if cache is not None and file is not None:
             cache.write(file, losses)
@@ -294,7 +329,7 @@ def _describe(
     best: float,
     gain: Gain | None,
     num_fresh: int | None,  # None: the gain on the validation samples is below its standard error
-    baseline: tuple[float, float] | None,
+    baseline: _Baseline | None,
 ) -> str:
     """Return the reason for the choice, and how far training and validation scores lie apart at λ=0."""
     noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
@@ -321,9 +356,6 @@ def _describe(
         sentence = f"λ={best:g} {describe_gain(gain, noun, num_fresh)}"
     if baseline is None:
         return sentence
-    apart = f"At λ=0 the {noun} is {baseline[0]:.3g} on the training and {baseline[1]:.3g} on the validation samples"
-    if problem.plan.has_temperature:
-        apart += " before the temperature"
-    if len(scores) == 1:
-        return f"{apart}: the members overfit, and λ does not help against that, so λ=0 is kept without a search."
-    return f"{sentence} {apart}."
+    both = f"{baseline.train:.3g} on the training and {baseline.validation:.3g} on the validation samples"
+    apart = f"At λ=0 the {noun} is {both}{' before the temperature' if problem.plan.has_temperature else ''}."
+    return f"{apart} {baseline.reason} λ=0 is kept without a search." if baseline.reason else f"{sentence} {apart}"
