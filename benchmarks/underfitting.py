@@ -1,8 +1,9 @@
 """Where λ pays: collect the runs of `torchace run underfitting` in one small file.
 
-    python benchmarks/underfitting.py RUN_DIRECTORY FILE.json
+    python benchmarks/underfitting.py RUN_DIRECTORY ... FILE.json
 
-The file has, for every cell of the grid, the losses by λ and seed, and the gain of the λ chosen on validation data.
+The file has, for every cell of the grid, the losses by λ and seed, and the gain of the λ chosen on validation data;
+with several run directories, such contents by data set.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torchace.lab.report.gains import arm_gains
 from torchace.lab.report.results import Results
 
 METRICS = {
-    "test": ("test", "cross_entropy"),
+    "test": ("test", "{loss}"),
     "accuracy": ("test", "accuracy"),
-    "validation": ("validation", "cross_entropy"),
-    "member_validation": ("validation", "member_cross_entropy"),
+    "validation": ("validation", "{loss}"),
+    "member_validation": ("validation", "member_{loss}"),
     "disagreement": ("validation", "disagreement"),
 }
 
@@ -30,7 +31,7 @@ def collect_runs(results: Results) -> dict[str, Any]:
     """Return the losses of every cell by λ and seed, and its gain."""
     experiment = results.experiment
     diversities, seeds = sorted({run.diversity for run in results.runs}), list(experiment.seeds)
-    cells = []
+    cells, loss = [], results.task.loss
     for gain in arm_gains(results):
         runs = {(run.diversity, run.seed): run for d in diversities for run in results.finished(gain.arm, d)}
         cell: dict[str, Any] = {
@@ -39,8 +40,10 @@ def collect_runs(results: Results) -> dict[str, Any]:
             "n": results.arm_data(gain.arm).train,
         }
         for name, (split, metric) in METRICS.items():
-            cell[name] = [[_round(runs[d, s].scores[split][metric]) for s in seeds] for d in diversities]
-        cell["train"] = [[_round(_train_loss(runs[d, s])) for s in seeds] for d in diversities]
+            if loss == "cross_entropy" or "{loss}" in metric:
+                scores = {key: run.scores[split][metric.format(loss=loss)] for key, run in runs.items()}
+                cell[name] = [[_round(scores[d, s]) for s in seeds] for d in diversities]
+        cell["train"] = [[_round(_train_loss(runs[d, s], loss)) for s in seeds] for d in diversities]
         if any(run.best_epoch for run in runs.values()):
             cell["best_epoch"] = [[runs[d, s].best_epoch for s in seeds] for d in diversities]
         d = gain.difference
@@ -53,9 +56,9 @@ def collect_runs(results: Results) -> dict[str, Any]:
     return {"data": experiment.data.name, **kept, "diversities": diversities, "seeds": seeds, "cells": cells}
 
 
-def _train_loss(run: Any) -> float:
+def _train_loss(run: Any, loss: str) -> float:
     """Training loss in the epoch of the weights."""
-    return run.history[(run.best_epoch or len(run.history)) - 1]["train_cross_entropy"]
+    return run.history[(run.best_epoch or len(run.history)) - 1][f"train_{loss}"]
 
 
 def _round(value: float | None) -> float | None:
@@ -64,12 +67,13 @@ def _round(value: float | None) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directories", type=Path, nargs="+")
     parser.add_argument("file", type=Path)
     given = parser.parse_args()
-    content = collect_runs(read_results(given.directory))
-    given.file.write_text(json.dumps(content, separators=(",", ":")) + "\n")
-    print(f"{given.file}: {len(content['cells'])} cells, {given.file.stat().st_size:,} bytes")
+    contents = [collect_runs(read_results(directory)) for directory in given.directories]
+    named = {content["data"].removesuffix(".csv"): content for content in contents}
+    given.file.write_text(json.dumps(named if len(named) > 1 else contents[0], separators=(",", ":")) + "\n")
+    print(f"{given.file}: {sum(len(content['cells']) for content in contents)} cells")
 
 
 if __name__ == "__main__":

@@ -55,13 +55,28 @@ def test_where_diversity_does_not_pay(changes: dict[str, float], diversity: floa
     assert advice.sentence.startswith(start)
 
 
-@pytest.mark.parametrize(("num_parameters", "pays"), [(250, True), (251, False)])
-def test_a_regression_needs_four_samples_per_parameter(num_parameters: int, pays: bool) -> None:
-    losses = {"train_loss": 8.0, "validation_loss": 10.0, "member_loss": 11.0, "disagreement": None}
-    advice = advise_diversity(**losses, num_samples=1000, num_parameters=num_parameters)
-    assert (advice.diversity, advice.gain) == ((0.7, pytest.approx(0.7 * 0.7 * 0.1)) if pays else (0.0, 0.0))
-    assert ("0.25 parameters for each training sample, more than 0.25." in advice.sentence) == (not pays)
-    assert "mean squared error" in advice.sentence
+@pytest.mark.parametrize(("num_parameters", "train_loss", "reason"), [
+    (500, 5.0, ""),
+    (510, 5.0, "a member has 0.51 parameters for each training sample, more than 0.5."),
+    (500, 4.9, "At λ=0 the mean squared error is 4.9 on the training and 10 on the validation samples."),
+])  # fmt: skip
+def test_regressors_gain_if_they_underfit_with_few_parameters(
+    num_parameters: int, train_loss: float, reason: str
+) -> None:
+    advice = advise_diversity(
+        train_loss=train_loss,
+        validation_loss=10.0,
+        member_loss=11.0,
+        disagreement=None,
+        num_samples=1000,
+        num_parameters=num_parameters,
+    )
+    assert (advice.diversity, advice.gain) == ((0.0, 0.0) if reason else (0.7, pytest.approx(0.7 * 0.7 * 0.1)))
+    start = (
+        "λ > 0 should not pay (a gain of 0.0 %)." if reason else "λ=0.7 should lower the mean squared error by about"
+    )
+    assert advice.sentence.startswith(start)
+    assert advice.sentence.endswith(reason)
 
 
 def test_a_count_of_zero_is_refused() -> None:

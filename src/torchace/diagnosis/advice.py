@@ -15,8 +15,9 @@ SHARE, MAX_ROOT, MANY_CLASSES = 0.7, 2.0, 10
 # The λ to start with, by the disagreement at λ=0: members that differ much are weak alone, and a large λ takes away
 # what holds each of them to the labels.
 DIVERSITIES = ((0.06, 0.7), (0.15, 0.5), (math.inf, 0.1))
-# In a regression, the expected gain is SHARE · 0.7 · ambiguity with at least this many samples per parameter, else 0.
-SAMPLES_PER_PARAMETER = 4
+# In a regression the last two factors are 1 if the training loss is at least this part of the validation loss and
+# there are at least this many samples per parameter, else 0.
+UNDERFIT, SAMPLES_PER_PARAMETER = 0.5, 2
 
 
 class DiversityAdvice(NamedTuple):
@@ -60,7 +61,8 @@ def advise_diversity(
 
     $$\frac{\Delta H}{H} \approx 0.7\, \lambda\, \frac{\bar H_k - H}{H} \min(2, \sqrt{n / P}) \min(1, (C - 1) / 9)$$
 
-    In a regression, the last two factors are 1 with at least four samples per parameter, and 0 with fewer.
+    In a regression, the last two factors are 1 if there are at least two samples per parameter and the training loss is
+    at least half of the validation loss, else 0.
 
     Args:
         train_loss: The ensemble's cross entropy (or mean squared error) on the training samples.
@@ -94,8 +96,11 @@ def advise_diversity(
     why = f"Averaging lowers the members' {noun} by {100 * ambiguity / (1 + ambiguity):.1f} %, and a member has "
     why += f"{_count_parameters(num_parameters / num_samples)} for each training sample"
     if disagreement is None:
-        diversity, factor = DIVERSITIES[0][1], float(num_samples >= SAMPLES_PER_PARAMETER * num_parameters)
-        why += "" if factor else f", more than {1 / SAMPLES_PER_PARAMETER:g}"
+        is_underfit = train_loss >= UNDERFIT * validation_loss
+        is_small = num_samples >= SAMPLES_PER_PARAMETER * num_parameters
+        diversity, factor = DIVERSITIES[0][1], float(is_underfit and is_small)
+        why = why if is_underfit else f"At λ=0 {both}"
+        why += "" if is_small else f", more than {1 / SAMPLES_PER_PARAMETER:g}"
     else:
         diversity = next(value for limit, value in DIVERSITIES if disagreement < limit)
         root = min(MAX_ROOT, math.sqrt(num_samples / num_parameters))
