@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.saved_models import (
-    one_sentence,
-    save_example,
-    state,
-)
+from tests.support.saved_models import one_sentence, save_example, state
 from torchace.models import mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.nn.base import EnsembleModule

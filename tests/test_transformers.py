@@ -19,12 +19,7 @@ from tests.support import torchvision_shim as torchvision_shim
 from tests.support.examples import load_example
 from torchace import adapt, functional, load_weights, save_model, stack_classifiers
 from torchace.metrics import EnsembleMetrics
-from torchace.nn import (
-    AmendedCrossEntropyLoss,
-    BinaryAmendedCrossEntropyLoss,
-    Ensemble,
-    NegativeCorrelationLoss,
-)
+from torchace.nn import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, Ensemble, NegativeCorrelationLoss
 
 pytest.importorskip("accelerate")
 

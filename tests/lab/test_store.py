@@ -106,10 +106,7 @@ def test_the_lock_is_lifted_after_an_error(tmp_path: Path) -> None:
 def test_a_directory_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     for directory in (tmp_path / "out", tmp_path / "out" / "below"):
-        with (
-            pytest.raises(RunStoreError, match=r"Cannot write to .*Choose another --out"),
-            RunStore(directory).lock(),
-        ):
+        with pytest.raises(RunStoreError, match=r"Cannot write to .*Choose another --out"), RunStore(directory).lock():
             pass
 
 

@@ -33,12 +33,7 @@ VALUES: dict[str, Any] = {
     "codes": [0, 1, 2, 0, 1],
 }
 RAW = torch.tensor(
-    [
-        [1.7e9, 0.0, -2.0, 1.0],
-        [1.7e9 + 1, 2.0, NAN, -1.0],
-        [NAN, -1.0, -1.5, 0.0],
-        [1e300, 7.0, -1e300, NAN],
-    ],
+    [[1.7e9, 0.0, -2.0, 1.0], [1.7e9 + 1, 2.0, NAN, -1.0], [NAN, -1.0, -1.5, 0.0], [1e300, 7.0, -1e300, NAN]],
     dtype=torch.float64,
 )
 FEATURES = torch.tensor(

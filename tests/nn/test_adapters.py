@@ -239,11 +239,7 @@ def test_layers_by_name_part_and_pattern():
         ({"head": "nothing"}, ValueError, r"`head` to name a linear layer.*head='shared'"),
         ({"num_members": 0}, ValueError, "`num_members` to be at least 1"),
         ({"model": nn.ReLU()}, ValueError, "ends in an nn.Linear"),
-        (
-            {"model": nn.Linear(3, 2)},
-            ValueError,
-            "layer before its head, but Linear has none",
-        ),
+        ({"model": nn.Linear(3, 2)}, ValueError, "layer before its head, but Linear has none"),
         ({"model": "bert"}, TypeError, "`model` to be a module, but got str"),
         ({"model": adapt(mlp(12, 8, 3), 2)}, TypeError, "one network, but got the ensemble AdaptedEnsemble"),
     ],

@@ -310,12 +310,7 @@ def negative_correlation(
     return Loss(predictions, False, reduction, own, slope, counts, counts, sample_weight is not None)
 
 
-def rewritten(
-    logits: Tensor,
-    target: Tensor,
-    diversity: float,
-    member_weights: Any = None,
-) -> Tensor:
+def rewritten(logits: Tensor, target: Tensor, diversity: float, member_weights: Any = None) -> Tensor:
     """The paper's other form, `H(p, q^k) - λ H(q̄, q^k) + λ α^k H(q^k)`, for `(K, N, C)` and indices; `(K, N)`."""
     logits = logits.detach().double()
     num_members, num_samples, num_classes = logits.shape

@@ -9,15 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.saved_models import (
-    KINDS,
-    bits,
-    one_sentence,
-    save_example,
-    small_resnet,
-    state,
-    train_model,
-)
+from tests.support.saved_models import KINDS, bits, one_sentence, save_example, small_resnet, state, train_model
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.nn.base import EnsembleModule

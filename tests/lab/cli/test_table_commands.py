@@ -184,10 +184,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "output directory without write permission": ((*FIT, *TINY, "--out", "/proc/model"), ("/proc/model",)),
     "out too long": ((*FIT, *TINY, "--out", "x" * 300), ("File name too long",)),
     "out holds something else": ((*FIT, *TINY, "--out", "occupied"), ("occupied", "other files")),
-    "out holds another model": (
-        (*FIT, *TINY, "--out", "regressor"),
-        ("another model", "target was", "--overwrite"),
-    ),
+    "out holds another model": ((*FIT, *TINY, "--out", "regressor"), ("another model", "target was", "--overwrite")),
     "out is a dangling link": ((*FIT, *TINY, "--out", "dangling"), ("dangling",)),
     "out is here": ((*FIT, *TINY, "--out", "."), ("'.'",)),
     "working directory of another fit": ((*FIT, *TINY, "--out", "mine"), ("mine.work", "other files")),

@@ -95,14 +95,7 @@ def _search(spec: FitSpec) -> dict[str, Any]:
         {"diversity": d, "scores": {str(seed): validation_loss(spec, d, seed) for seed in spec.search_seeds}}
         for d in [*GRID, *REFINED]
     ]
-    gain = {
-        "split": "test",
-        "mean": 120.0,
-        "low": 40.0,
-        "high": 200.0,
-        "seeds": [5, 6, 7],
-        "beyond_noise": True,
-    }
+    gain = {"split": "test", "mean": 120.0, "low": 40.0, "high": 200.0, "seeds": [5, 6, 7], "beyond_noise": True}
     return {
         "chosen": spec.chosen,
         "metric": loss,

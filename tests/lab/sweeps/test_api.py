@@ -597,11 +597,7 @@ def test_a_toml_file_names_code_in_the_current_directory(own_code: Path) -> None
             "model.factory: there is no 'make_mebmer' in own_code. Did you mean 'make_member'",
         ),
         ("own_code:make", "other:make", "model.factory: there is no module 'other' in the current directory"),
-        (
-            "own_code:make_member",
-            "own_code",
-            "expected model.factory to be the name of an object, such as",
-        ),
+        ("own_code:make_member", "own_code", "expected model.factory to be the name of an object, such as"),
         ("{ width = 3 }", "{ depth = 3 }", r"model.arguments: expected arguments of make_member\(width\), but missing"),
         ("{ size = 60 }", "{ sise = 60 }", "data.arguments: expected arguments of load"),
         ("own_code:make_member", "torch:pi", "model.factory: expected torch:pi to be a function or a class"),

@@ -179,10 +179,7 @@ def test_stop_request(
         before = sweeping.progress()
         assert sweeping.wait_until(lambda s=sweeping, b=before: s.progress() != b)
         # a second process on the same directory
-        with (
-            pytest.raises(RunStoreError, match=f"Process {sweeping.command.pid} is using"),
-            RunStore(directory).lock(),
-        ):
+        with pytest.raises(RunStoreError, match=f"Process {sweeping.command.pid} is using"), RunStore(directory).lock():
             pass
         code, _, err = sweeping.end(number)
         assert code == 3

@@ -154,11 +154,7 @@ def test_a_run_that_fails_leaves_the_others_bit_identical(kind: str, value: floa
     healthy = train(kind, runs)
     network = poison(make_group([seed for _, seed in runs]), 3, 2, value=value)
     fitted = fit(
-        network,
-        batches(),
-        train_config(kind),
-        diversities=[lam for lam, _ in runs],
-        seeds=[seed for _, seed in runs],
+        network, batches(), train_config(kind), diversities=[lam for lam, _ in runs], seeds=[seed for _, seed in runs]
     )
     # member 2 of a coupled run, though the NaN is in every member's loss
     assert {r: (f.member, f.step) for r, f in fitted.failures.items()} == {3: (2, 0)}
