@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.examples import load_example
+from tests.support.scripts import load_script
 from torchace import functional
 from torchace.metrics import EnsembleMetrics
 from torchace.models import mlp
@@ -492,7 +492,7 @@ print(float(trainer.callback_metrics["val_disagreement"]))
 
 
 def test_the_example():
-    scores = load_example("lightning_digits").main(epochs=10)
+    scores = load_script("examples/lightning_digits.py").main(epochs=10)
     assert scores["test_accuracy"] > 0.9
     assert scores["test_cross_entropy"] < scores["test_member_cross_entropy"]
 

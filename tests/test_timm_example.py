@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 # a no-op where the environment has installed it already
 from tests.support import torchvision_shim as torchvision_shim
-from tests.support.examples import load_example
+from tests.support.scripts import load_script
 from torchace import branch, stack_classifiers
 
 pytest.importorskip("timm")
@@ -21,7 +21,7 @@ pytest.importorskip("sklearn")
 pytestmark = pytest.mark.extended
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    example = load_example("timm_digits")
+    example = load_script("examples/timm_digits.py")
 
 
 @pytest.mark.parametrize("kind", ["heads", "branches"])

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 # a no-op where the environment has installed it already
 from tests.support import torchvision_shim as torchvision_shim
-from tests.support.examples import load_example
+from tests.support.scripts import load_script
 from torchace import adapt, functional, load_weights, save_model, stack_classifiers
 from torchace.metrics import EnsembleMetrics
 from torchace.nn import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, Ensemble, NegativeCorrelationLoss
@@ -274,7 +274,7 @@ def test_a_trainer_of_ones_own(tmp_path):
 def test_the_example(capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        scores = load_example("transformers_text").main(steps=150)
+        scores = load_script("examples/transformers_text.py").main(steps=150)
     assert scores["eval_accuracy"] > 0.9
     assert "five sentences: " in capsys.readouterr().out
 
