@@ -90,15 +90,12 @@ def advise_diversity(
     root = min(MAX_ROOT, math.sqrt(num_samples / num_parameters))
     gain = SHARE * diversity * ambiguity * root * min(1.0, (classes - 1) / (MANY_CLASSES - 1))
     averaging = f"Averaging lowers the members' cross entropy by {100 * ambiguity / (1 + ambiguity):.1f} %"
-    size = f"a member has {_count_parameters(num_parameters / num_samples)} for each training sample"
+    ratio = num_parameters / num_samples
+    number = f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
+    size = f"a member has {number} parameter{'' if number == '1' else 's'} for each training sample"
     few = classes < MANY_CLASSES
     why = f"{averaging}, {size}, and there are only {classes} classes." if few else f"{averaging}, and {size}."
     if gain < WORTHWHILE:
         return DiversityAdvice(0.0, gain, f"λ > 0 should not pay (a gain of {100 * gain:.1f} %). {why}")
     start = f"λ={diversity:g} should lower the cross entropy by about {100 * gain:.0f} %."
     return DiversityAdvice(diversity, gain, f"{start} {why}")
-
-
-def _count_parameters(ratio: float) -> str:
-    number = f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
-    return f"{number} parameter{'' if number == '1' else 's'}"
