@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import torchace
-from tests.lab.cli.command_line import Invoke, Outcome
+from tests.lab.cli.command_line import Invoke, Outcome, assert_one_sentence
 from tests.lab.sweeps.small_sweeps import command, leftovers, poison, stored_files
 from torchace import _files as files
 from torchace.lab.cli import app as cli
@@ -47,11 +47,6 @@ seeds = [0, 1]
 """
 
 
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
-    return Invoke(monkeypatch, capsys)
-
-
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder, without the user's data, cache and network."""
@@ -65,16 +60,6 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a test that should not have tried to download")
 
     monkeypatch.setattr("pooch.retrieve", refuse)
-
-
-@pytest.fixture
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes seconds; where the test is about something else, a page is enough."""
-
-    def page(directory: Path) -> Path:
-        return Path(directory) / "report" / "index.html"
-
-    monkeypatch.setattr("torchace.lab.report.write_report", page)
 
 
 @pytest.fixture
@@ -297,16 +282,9 @@ def test_a_sweep_of_failures_has_a_report_too(invoke: Invoke, small: Path) -> No
 
 
 def assert_refused(outcome: Outcome, *words: str, code: int = 1) -> None:
-    """One line on standard error, no traceback, nothing on standard output, nothing written."""
-    assert outcome.code == code, outcome
-    assert outcome.out == ""
-    assert outcome.err.startswith("Error: ")
-    assert outcome.err.count("\n") == 1
-    assert len(outcome.err) < 600
-    for noise in ("Traceback", "pydantic", "Section", "Input should", "validation error", "For further information"):
-        assert noise not in outcome.err
-    for word in words:
-        assert word in outcome.err, outcome.err
+    """One sentence on standard error, nothing on standard output, nothing written."""
+    assert_one_sentence(outcome, *words)
+    assert (outcome.code, outcome.out) == (code, "")
     assert list(Path().iterdir()) == []
 
 
@@ -444,12 +422,7 @@ def test_a_folder_is_no_experiment(invoke: Invoke, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], words: str, invoke: Invoke) -> None:
-    outcome = invoke(*arguments)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith("Error: ")
-    assert outcome.err.count("\n") == 1
-    assert words in outcome.err
-    assert list(Path().iterdir()) == []
+    assert_refused(invoke(*arguments), words, code=2)
 
 
 def test_missing_data_is_one_sentence(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,16 +317,19 @@ def test_overfitting_ends_the_search_before_it_begins(monkeypatch: pytest.Monkey
     assert min(seen) > 0
 
 
+def draw_noise(*parts: Split) -> torch.Tensor:
+    """Noise of mean 0 in each part; 0.3 of it has a standard error of 0.05."""
+    rows = [torch.randn(len(part), generator=torch.Generator().manual_seed(0)).double() for part in parts]
+    return torch.cat([row - row.mean() for row in rows])
+
+
 @pytest.mark.parametrize("gain", [0.02, 0.2])
 def test_a_gain_below_its_standard_error_ends_the_search(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
     stages = []
 
     def losses(self: Any, stage: SearchStage, split: Split, plain: Any = ()) -> Any:
         stages.append(stage.purpose)
-        noise = [
-            torch.randn(len(part), generator=torch.Generator().manual_seed(0)).double() for part in (split, *plain)
-        ]
-        noise = torch.cat([row - row.mean() for row in noise])  # of a standard error of 0.05
+        noise = draw_noise(split, *plain)
         rows = {d: 5 + (0.3 * noise - gain) * (d == 0.5) for d in stage.diversities}
         return {d: dict.fromkeys(stage.seeds, row) for d, row in rows.items()}
 
@@ -346,10 +349,7 @@ def test_one_diversity_is_tried_before_the_others(monkeypatch: pytest.MonkeyPatc
 
     def losses(self: Any, stage: SearchStage, split: Split, plain: Any = ()) -> Any:
         tried.append(stage.diversities)
-        noise = [
-            torch.randn(len(part), generator=torch.Generator().manual_seed(0)).double() for part in (split, *plain)
-        ]
-        noise = torch.cat([row - row.mean() for row in noise])  # of a standard error of 0.05
+        noise = draw_noise(split, *plain)
         rows = {d: 5 + (0.3 * noise - gain * d / 0.3) * (d > 0) for d in stage.diversities}
         return {d: dict.fromkeys(stage.seeds, row) for d, row in rows.items()}
 
