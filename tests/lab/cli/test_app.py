@@ -26,8 +26,7 @@ from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.data import DataError, load
 from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
-from torchace.lab.sweeps.config import builtin_names, load_experiment
-from torchace.lab.sweeps.sweep import Sweep
+from torchace.lab.sweeps.config import builtin_names
 from torchace.lab.training.loop import Interrupted, Progress
 
 REAL_DATA = os.environ.get("TORCHACE_DATA", "")
@@ -583,31 +582,3 @@ def test_a_limit_on_files_in_another_process(small: Path) -> None:
     assert err.count("\n") == 1
     assert "File too large. Finished work is saved. Free some space and repeat the command." in err
     assert not list(Path("out").rglob("*.partial"))
-
-
-@pytest.mark.extended
-def test_a_disk_that_is_really_full(small: Path, tmp_path: Path) -> None:
-    """A file system of 2 MB, where the tests may mount one: room for one checkpoint, and then for more."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("needs the right to mount")
-    try:
-        (disk / "ballast").write_bytes(b"\0" * 1_300_000)
-        settings = ("model.hidden=[64]", "checkpoint.steps=1")
-        options = [part for setting in settings for part in ("--set", setting)]
-        process = command("run", str(small), *options, "--out", str(disk / "out"))
-        _, err = process.communicate(timeout=120)
-        assert (process.returncode, err.count("\n")) == (1, 1)
-        assert "No space left on device" in err
-        assert not list(disk.rglob("*.partial"))
-        assert list(disk.glob("out/checkpoints/main-0/manifest.json"))
-        (disk / "ballast").unlink()
-        for directory in (disk / "out", tmp_path / "out"):  # what was saved is good
-            Sweep(load_experiment(str(small), settings), directory).run()
-        assert stored_files(disk / "out") == stored_files(tmp_path / "out")
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
