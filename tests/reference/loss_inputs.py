@@ -113,23 +113,28 @@ def ace_cases(draw: st.DrawFn, torch_options: bool = False) -> Case:
             options["ignore_index"] = int(torch.randint(num_classes, (), generator=g))
         target = target.to(dtype)
     if not torch_options:
-        alpha = member_weights(draw(ALPHAS), num_members, g)
-        weight = _sample_weight(draw(SAMPLE_WEIGHTS), samples, num_members, g)
-        if alpha is not None:
-            options["member_weights"] = alpha
-        if weight is not None:
-            options["sample_weight"] = weight
-        if draw(st.integers(0, 3)) == 0:  # an ensemble with two members more, elsewhere
-            elsewhere = torch.randn(2, num_samples, num_classes, *rest, generator=g, dtype=torch.float64)
-            everywhere = torch.rand(num_members + 2, generator=g, dtype=torch.float64)
-            everywhere = everywhere / everywhere.sum()
-            q = torch.cat([logits, elsewhere]).softmax(2)
-            options["member_weights"] = everywhere[:num_members]
-            options["mixture"] = torch.tensordot(everywhere, q, 1)
-    upstream = None
-    if reduction == "none":
-        upstream = torch.randn(num_members, *samples, generator=g, dtype=torch.float64)
-    return Case(logits, target, diversity, options, upstream)
+        _add_options(draw, options, logits, samples, g, lambda z: z.softmax(2))
+    return Case(logits, target, diversity, options, _upstream(reduction, (num_members, *samples), g))
+
+
+def _add_options(
+    draw: st.DrawFn, options: dict[str, Any], outputs: Tensor, samples: tuple[int, ...], g: torch.Generator, link: Any
+) -> None:
+    """Weights of members and samples, or a mixture with two members more, elsewhere."""
+    alpha = member_weights(draw(ALPHAS), len(outputs), g)
+    weight = _sample_weight(draw(SAMPLE_WEIGHTS), samples, len(outputs), g)
+    options |= {} if alpha is None else {"member_weights": alpha}
+    options |= {} if weight is None else {"sample_weight": weight}
+    if draw(st.integers(0, 3)) == 0:
+        elsewhere = torch.randn(2, *outputs.shape[1:], generator=g, dtype=torch.float64)
+        everywhere = torch.rand(len(outputs) + 2, generator=g, dtype=torch.float64)
+        everywhere = everywhere / everywhere.sum()
+        options["member_weights"] = everywhere[: len(outputs)]
+        options["mixture"] = torch.tensordot(everywhere, link(torch.cat([outputs, elsewhere])), 1)
+
+
+def _upstream(reduction: str, shape: tuple[int, ...], g: torch.Generator) -> Tensor | None:
+    return torch.randn(shape, generator=g, dtype=torch.float64) if reduction == "none" else None
 
 
 @st.composite
@@ -154,23 +159,8 @@ def element_cases(draw: st.DrawFn, loss: str) -> Case:
     if loss == "binary" and draw(st.booleans()):
         shape = draw(st.sampled_from([(), (1,), samples, samples[-1:]]))
         options["pos_weight"] = torch.rand(shape, generator=g, dtype=torch.float64) * 3 + 0.1
-    alpha = member_weights(draw(ALPHAS), num_members, g)
-    weight = _sample_weight(draw(SAMPLE_WEIGHTS), samples, num_members, g)
-    if alpha is not None:
-        options["member_weights"] = alpha
-    if weight is not None:
-        options["sample_weight"] = weight
-    if draw(st.integers(0, 3)) == 0:
-        elsewhere = torch.randn(2, *samples, generator=g, dtype=torch.float64)
-        everywhere = torch.rand(num_members + 2, generator=g, dtype=torch.float64)
-        everywhere = everywhere / everywhere.sum()
-        values = torch.cat([outputs, elsewhere])
-        options["member_weights"] = everywhere[:num_members]
-        options["mixture"] = torch.tensordot(everywhere, values.sigmoid() if loss == "binary" else values, 1)
-    upstream = None
-    if reduction == "none":
-        upstream = torch.randn(num_members, *samples, generator=g, dtype=torch.float64)
-    return Case(outputs, target, diversity, options, upstream)
+    _add_options(draw, options, outputs, samples, g, torch.sigmoid if loss == "binary" else lambda values: values)
+    return Case(outputs, target, diversity, options, _upstream(reduction, (num_members, *samples), g))
 
 
 @st.composite
