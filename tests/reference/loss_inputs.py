@@ -10,9 +10,12 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
+from tests.reference import losses as reference
 from torchace.functional import amended_cross_entropy
 
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 # Unit roundoff: the largest relative error of one rounding in float32.
 U32 = 2.0**-24
 
@@ -60,6 +63,25 @@ def under_func(loss: Any, case: Case) -> tuple[Tensor, Tensor]:
 
     gradient, (_, value) = torch.func.grad_and_value(scalar, has_aux=True)(case.outputs)
     return value, gradient
+
+
+def check_case(loss: Any, case: Case, rounding_bounds: Any) -> None:
+    """A loss and its gradient in float64, and in float32 within its bounds, against the slow reference of its name."""
+    slow = getattr(reference, loss.__name__)
+    exact = slow(*case.args, **case.options)
+    closed, by_autograd = exact.gradient(case.upstream), exact.autograd_gradient(case.upstream)
+    assert_close(closed, by_autograd, **CLOSE)
+    value, gradient = value_and_gradient(loss, case)
+    assert_close(value, exact.value(), equal_nan=True, **CLOSE)
+    assert_close(gradient, closed, **CLOSE)
+    case = case.to(torch.float32)
+    # α rounded to float32 no longer sums to 1 exactly; the reference takes the same α
+    exact = slow(*case.args, **case.options)
+    value, gradient = value_and_gradient(loss, case)
+    assert value.dtype == gradient.dtype == torch.float32
+    of_value, of_gradient = rounding_bounds(case, exact)
+    assert_close(value.double(), exact.value(), rtol=0, atol=of_value, equal_nan=True)
+    assert_close(gradient.double(), exact.gradient(case.upstream), rtol=0, atol=of_gradient)
 
 
 def diversities() -> st.SearchStrategy[float]:
