@@ -49,7 +49,6 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/bench_run_group.py
 	# without what they depend on, which is here: they would bring another torch and torchvision
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt torchensemble torch-uncertainty==0.13.0 einops==0.8.2 seaborn==0.13.2
-	$(BIN)/python benchmarks/bench_estimators.py
 	$(BIN)/python benchmarks/bench_training.py
 
 # The wheel and the source archive, checked as PyPI would.

@@ -134,6 +134,12 @@ def _cpu_times() -> tuple[int, int]:
     return sum(fields) - idle, sum(fields)
 
 
+def commit() -> str | None:
+    """The commit of this repository, if it is one."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
 def environment() -> dict[str, Any]:
     """Hardware, versions, commit and load."""
     cpu = platform.processor()
@@ -142,15 +148,13 @@ def environment() -> dict[str, Any]:
         cpu = models[0].split(":")[1].strip() if models else cpu
     except OSError:
         pass
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit or None,
+        "commit": commit(),
         "busy_cores_before": busy_cores(),
         "load_average": list(os.getloadavg()),
     }

@@ -12,9 +12,9 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+import measure
 import torch
 
 Call = Callable[[], Any]
@@ -83,8 +83,11 @@ def environment() -> dict[str, Any]:
     """Hardware, versions, commit and date."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    driver, clock, power = (part.strip() for part in (_output(query).splitlines() or ["?,?,?"])[0].split(","))
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    except OSError:  # not installed
+        found = []
+    driver, clock, power = (part.strip() for part in (found or ["?,?,?"])[0].split(","))
     return {
         "gpu": device.name,
         "multiprocessors": device.multi_processor_count,
@@ -97,7 +100,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": _triton_version(),
-        "commit": _output(git).strip() or None,
+        "commit": measure.commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
@@ -108,10 +111,3 @@ def _triton_version() -> str | None:
     except ImportError:
         return None
     return str(triton.__version__)
-
-
-def _output(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    except OSError:  # not installed
-        return ""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import measure
 from page_text import RESULTS
 
 from torchace.lab.report import Results, read_results, summary_sentences
@@ -80,8 +80,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
 def collect(directory: Path, name: str) -> None:
     """Write the results of a run directory as one file."""
     experiment = _read(directory / "experiment.json")
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    experiment["commit"] = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+    experiment["commit"] = measure.commit()
     runs = [_read(file) for file in sorted((directory / "runs").glob("*.json"))]
     file = RESULTS / f"{name}.json"
     file.write_text(json.dumps({"experiment": experiment, "runs": runs}, ensure_ascii=False) + "\n", "utf-8")

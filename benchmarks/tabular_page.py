@@ -147,7 +147,7 @@ def notes(results: dict[str, Any], runs: pd.DataFrame) -> list[str]:
         "contender has its own defaults, one thread and the same splits. Means over seeds, then over tables; "
         "intervals are paired, with tables as the unit (t, 95 %). The targets compare CPU seconds. "
         f"{results['jobs']} processes ran at a time ({place['cpu']}, torch {place['torch']}, commit "
-        f"{place['commit']}).",
+        f"{place['commit']})."
     ]
     networks = "TabM_D and RealMLP_TD are pytabkit's"
     if results["peer_device"] != "cpu":

@@ -47,11 +47,7 @@ def main(epochs: int = EPOCHS) -> dict[str, float]:
             max_epochs=epochs,
             accelerator="cpu",
             logger=CSVLogger(folder),
-            callbacks=[
-                DiversitySchedule(DIVERSITY, warmup=5),
-                EarlyStopping("val_cross_entropy", patience=5),
-                best,
-            ],
+            callbacks=[DiversitySchedule(DIVERSITY, warmup=5), EarlyStopping("val_cross_entropy", patience=5), best],
             log_every_n_steps=5,
             enable_progress_bar=False,
             enable_model_summary=False,

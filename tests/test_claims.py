@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.scripts import load_script
+
 ROOT = Path(__file__).parents[1]
 
 
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("claims", ROOT / "tools" / "claims.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-claims = _load()
+claims: Any = load_script("tools/claims.py")
 
 
 def test_the_tables_are_those_of_the_source() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +9,7 @@ from types import ModuleType
 import pytest
 
 import torchace as ace
+from tests.support.scripts import load_script
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -30,11 +30,7 @@ def test_every_public_name_has_its_place() -> None:
 
 @pytest.mark.extended
 def test_the_figures_are_drawn_by_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("docs_figures", ROOT / "tools" / "docs_figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
+    figures = load_script("tools/docs_figures.py")
     monkeypatch.setattr(figures, "STEPS", 5)
     drawn = {path.name for path in figures.main(tmp_path)}
     assert drawn == {path.name for path in tmp_path.iterdir()}

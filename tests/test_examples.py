@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.support.scripts import load_script
 
 pytestmark = pytest.mark.extended
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def result(name: str) -> Any:
-    return example(name).main()
+    return load_script(f"examples/{name}.py").main()
 
 
 def test_a_training_loop_of_three_changed_lines() -> None:
@@ -76,7 +67,7 @@ def test_mutual_information_is_higher_on_unfamiliar_inputs() -> None:
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
 def test_every_example_has_a_docstring(file: Path) -> None:
-    module = example(file.stem)
+    module = load_script(f"examples/{file.name}")
     assert module.__doc__
     assert f"python examples/{file.name}" in module.__doc__
     assert callable(module.main)

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.saved_models import (
-    one_sentence,
-    save_example,
-    state,
-)
+from tests.support.saved_models import one_sentence, save_example, state
 from torchace.models import mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.nn.base import EnsembleModule
@@ -64,7 +60,8 @@ def make_directory(path: Path) -> None:
 
 def make_other_manifest(path: Path) -> None:
     path.mkdir()
-    (path / "manifest.json").write_text('{"name": "a web application"}')
+    for name in ("manifest.json", "weights.safetensors"):
+        (path / name).write_text('{"name": "a web application"}')
 
 
 def make_model_with_notes(path: Path) -> None:
@@ -106,34 +103,23 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.listdir(tmp_path) == ["model"]
 
 
-def test_a_failed_rename_keeps_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, path = Ensemble([mlp(4, 3, 2)]), tmp_path / "model"
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError(errno.EIO, "Input/output error"), ModelFileError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_an_interrupted_replacement_keeps_the_old_model(
+    error: BaseException, raised: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, path, rename = Ensemble([mlp(4, 3, 2)]), tmp_path / "model", os.rename
     save_model(path, old)
-    rename = os.rename
 
     def fails(source: Path, target: Path) -> None:
         if target == path and "partial" in str(source):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise error
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", fails)
-    with pytest.raises(ModelFileError, match="Input/output error"):
+    with pytest.raises(raised):
         save_model(path, Ensemble([mlp(4, 5, 2)]))
     assert state(load_model(path)) == state(old)
-    assert os.listdir(tmp_path) == ["model"]
-
-
-def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")  # a real error of the operating system, not on Windows
-    old, new = Ensemble([mlp(4, 3, 2)]), Ensemble([mlp(400, 500, 2)])
-    save_model(tmp_path / "model", old)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(ModelFileError, match="could not be saved") as caught:
-            save_model(tmp_path / "model", new)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    one_sentence(caught.value)
-    assert state(load_model(tmp_path / "model")) == state(old)
     assert os.listdir(tmp_path) == ["model"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from sklearn.base import clone
-from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, make_classification
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris, make_classification
 from sklearn.exceptions import NotFittedError
 from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -219,23 +219,6 @@ def test_members_are_independent_without_diversity() -> None:
     x = torch.randn(5, 4, dtype=torch.float64)
     torch.testing.assert_close(company.members_[0](x), alone.members_[0](x), rtol=0, atol=1e-9)
     assert not torch.allclose(coupled.members_[0](x), alone.members_[0](x), atol=1e-3)
-
-
-@pytest.mark.extended
-def test_disagreement_grows_with_diversity() -> None:
-    """Small members of digits: more λ, more disagreement, for every seed."""
-    X, y = load_digits(return_X_y=True)
-    for seed in range(3):
-        found = [
-            float(
-                small(num_members=8, hidden=6, epochs=10, diversity=d, random_state=seed)
-                .fit(X, y)
-                .predict_uncertainty(X)["disagreement"]
-                .mean()
-            )
-            for d in (0.0, 0.5, 0.9)
-        ]
-        assert found[0] < found[1] < found[2]
 
 
 def test_uncertainties_are_what_their_names_say() -> None:

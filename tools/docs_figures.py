@@ -207,10 +207,7 @@ def parting(narrow: bool) -> Figure:
     """Where members part decides: four members on a ResNet-20, CIFAR-10."""
     runs = finished_runs("branched")
     figure, (left, right) = panels(2, 2.9, narrow)
-    for arm, label, color in (
-        ("smoc", "heads alone", BLUE),
-        ("branched", "a last stage each", ORANGE),
-    ):
+    for arm, label, color in (("smoc", "heads alone", BLUE), ("branched", "a last stage each", ORANGE)):
         mine = [run for run in runs if run["arm"] == arm]
         curve(left, mine, "disagreement", label, color, scale=100)
         curve(right, mine, "cross_entropy", label, color)

@@ -100,11 +100,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         return tags
 
     def partial_fit(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        classes: ArrayLike | None = None,
-        sample_weight: ArrayLike | None = None,
+        self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None = None, sample_weight: ArrayLike | None = None
     ) -> Self:
         """Train one epoch on these samples.
 

@@ -111,11 +111,7 @@ class ACETrainerMixin:
         return (loss, {"logits": self._predictions(logits)}) if return_outputs else loss
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, Tensor | None, Tensor | None]:
         """Return the ensemble's log-probabilities and the labels; `evaluation_loop` adds the scores."""
         inputs, target = self._split_inputs(self._prepare_inputs(inputs))  # type: ignore[attr-defined]

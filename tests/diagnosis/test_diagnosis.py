@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from tests.diagnosis import ensembles
 from tests.reference import scores
-from tests.support.examples import load_example
+from tests.support.scripts import load_script
 from torchace import diagnose
 from torchace.diagnosis import Diagnosis, diagnose_file
 
@@ -132,7 +132,7 @@ def test_text_and_json():
 
 
 def test_the_example(capsys):
-    found = load_example("existing_models").main()
+    found = load_script("examples/existing_models.py").main()
     assert found["after"] >= found["before"] > 0.9
     assert "copies: Members 0 and 3 predict the same" in capsys.readouterr().out
 

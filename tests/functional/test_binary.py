@@ -13,10 +13,17 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.reference import losses as reference
-from tests.reference.loss_inputs import U32, Case, diversities, element_cases, member_weights, value_and_gradient
+from tests.reference.loss_inputs import (
+    CLOSE,
+    U32,
+    Case,
+    check_case,
+    diversities,
+    element_cases,
+    member_weights,
+    value_and_gradient,
+)
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy
-
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def rounding_bounds(case: Case, loss: reference.Loss) -> tuple[float, float]:
@@ -40,23 +47,7 @@ def rounding_bounds(case: Case, loss: reference.Loss) -> tuple[float, float]:
 
 @given(element_cases("binary"))
 def test_value_and_gradients_equal_the_reference(case: Case) -> None:
-    loss = reference.binary_amended_cross_entropy(*case.args, **case.options)
-    closed, by_autograd = loss.gradient(case.upstream), loss.autograd_gradient(case.upstream)
-    assert_close(closed, by_autograd, **CLOSE)
-    value, gradient = value_and_gradient(binary_amended_cross_entropy, case)
-    assert_close(value, loss.value(), **CLOSE)
-    assert_close(gradient, closed, **CLOSE)
-
-
-@given(element_cases("binary"))
-def test_float32_is_off_by_rounding_alone(case: Case) -> None:
-    case = case.to(torch.float32)
-    loss = reference.binary_amended_cross_entropy(*case.args, **case.options)
-    value, gradient = value_and_gradient(binary_amended_cross_entropy, case)
-    assert value.dtype == gradient.dtype == torch.float32
-    value_bound, gradient_bound = rounding_bounds(case, loss)
-    assert_close(value.double(), loss.value(), rtol=0, atol=value_bound)
-    assert_close(gradient.double(), loss.gradient(case.upstream), rtol=0, atol=gradient_bound)
+    check_case(binary_amended_cross_entropy, case, rounding_bounds)
 
 
 def torch_value_and_gradient(case: Case) -> tuple[Tensor, Tensor]:

@@ -142,12 +142,7 @@ def test_autocast_does_not_round_the_scores() -> None:
 def test_scores_under_vmap() -> None:
     logits = torch.randn(5, 3, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     target = torch.tensor([0, 3])
-    for score in (
-        disagreement,
-        mutual_information,
-        pairwise_cross_entropy,
-        lambda z: ambiguity(z, target),
-    ):
+    for score in (disagreement, mutual_information, pairwise_cross_entropy, lambda z: ambiguity(z, target)):
         assert_close(torch.func.vmap(score)(logits), torch.stack([score(z) for z in logits]), **CLOSE)
 
 

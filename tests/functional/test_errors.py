@@ -165,11 +165,7 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"Expected `logits` with at least one member, but got \(0, 3, 4\)\.",
     ),
-    (
-        {"logits": torch.zeros(2, 3, 0)},
-        ValueError,
-        r"Expected `logits` with at least one class, but got \(2, 3, 0\)\.",
-    ),
+    ({"logits": torch.zeros(2, 3, 0)}, ValueError, r"Expected `logits` with at least one class, but got \(2, 3, 0\)\."),
     # target: shape
     (
         {"target": torch.zeros(2, 3, dtype=torch.long)},
@@ -232,11 +228,7 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"Mask samples with `sample_weight` instead\.",
     ),
     # options
-    (
-        {"weight": torch.ones(3)},
-        ValueError,
-        r"Expected `weight` of shape \(4,\), one for each class, but got \(3,\)\.",
-    ),
+    ({"weight": torch.ones(3)}, ValueError, r"Expected `weight` of shape \(4,\), one for each class, but got \(3,\)\."),
     ({"label_smoothing": 1.1}, ValueError, r"Expected `label_smoothing` in \[0, 1\], but got 1\.1\."),
     (
         {"label_smoothing": torch.tensor(0.1)},
@@ -399,21 +391,13 @@ OTHERS: list[tuple[Any, type[Exception], str]] = [
         ValueError,
         r"Expected `num_bins` to be at least 1, but got 0\.",
     ),
-    (
-        lambda: ace.average_gradients(LOGITS, 0),
-        ValueError,
-        r"Expected `num_members` to be at least 1, but got 0\.",
-    ),
+    (lambda: ace.average_gradients(LOGITS, 0), ValueError, r"Expected `num_members` to be at least 1, but got 0\."),
     (
         lambda: ace.average_gradients([1.0], 2),
         TypeError,
         r"Expected `x` to be a tensor, but got list\. Use torch\.as_tensor\(\.\.\.\)\.",
     ),
-    (
-        lambda: ace.gamma_from_diversity(0.5, 1),
-        ValueError,
-        r"Expected `num_members` to be at least 2, but got 1\.",
-    ),
+    (lambda: ace.gamma_from_diversity(0.5, 1), ValueError, r"Expected `num_members` to be at least 2, but got 1\."),
     (
         lambda: ace.gamma_from_diversity(0.5, 3, loss="mse"),
         ValueError,
@@ -425,16 +409,8 @@ OTHERS: list[tuple[Any, type[Exception], str]] = [
         r"Expected `gamma` in \[0, 0\.8\] for this number of members and loss='ace', but got 0\.9\. "
         r"Larger values would mean diversity above 1\.",
     ),
-    (
-        lambda: ace.diversity_from_gamma("0.5", 5),
-        TypeError,
-        r"Expected `gamma` to be a number, but got str\.",
-    ),
-    (
-        lambda: ace.gamma_from_diversity(1.5, 5),
-        ValueError,
-        DIVERSITY_RANGE.format(r"1\.5"),
-    ),
+    (lambda: ace.diversity_from_gamma("0.5", 5), TypeError, r"Expected `gamma` to be a number, but got str\."),
+    (lambda: ace.gamma_from_diversity(1.5, 5), ValueError, DIVERSITY_RANGE.format(r"1\.5")),
     (
         lambda: ace.bias_variance_covariance(torch.zeros(2, 3, 4), torch.zeros(3)),
         ValueError,

@@ -13,23 +13,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.reference import losses as reference
-from tests.reference.loss_inputs import U32, Case, diversities, value_and_gradient
+from tests.reference.loss_inputs import U32, Case, diversities, under_func, value_and_gradient
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
 
 INF = float("inf")
 TYPES = [(torch.float64, 1e4), (torch.float32, 1e4), (torch.float16, 3e4), (torch.bfloat16, 1e4)]
 IDS = [str(dtype).removeprefix("torch.") for dtype, _ in TYPES]
-
-
-def composite(loss, case: Case) -> tuple[Tensor, Tensor]:
-    """Value and gradient by way of torch.func, which never takes the closed form."""
-
-    def scalar(outputs: Tensor) -> tuple[Tensor, Tensor]:
-        value = loss(outputs, case.target, case.diversity, **case.options)
-        return (value if case.upstream is None else (value * case.upstream).sum()), value
-
-    gradient, (_, value) = torch.func.grad_and_value(scalar, has_aux=True)(case.outputs)
-    return value, gradient
 
 
 def extreme_logits(dtype: torch.dtype, big: float, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -67,7 +56,7 @@ def test_huge_logits(
     u = 2.0**-53 if dtype == torch.float64 else U32
     terms = math.prod(shape)
     rounding = 0.0 if dtype in (torch.float64, torch.float32) else torch.finfo(dtype).eps  # of the gradient, at the end
-    for value, gradient in (value_and_gradient(amended_cross_entropy, case), composite(amended_cross_entropy, case)):
+    for value, gradient in (value_and_gradient(amended_cross_entropy, case), under_func(amended_cross_entropy, case)):
         assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert gradient.dtype == dtype
         assert gradient.isfinite().all()
@@ -85,7 +74,7 @@ def test_huge_logits_of_opposite_members(dtype: torch.dtype, big: float, diversi
         [[[0.5 * diversity - diversity, 0.5 * diversity]], [[0.5 * diversity - 1, (1 - diversity) + 0.5 * diversity]]]
     )
     case = Case(logits, torch.tensor([0]), diversity)
-    for value, gradient in (value_and_gradient(amended_cross_entropy, case), composite(amended_cross_entropy, case)):
+    for value, gradient in (value_and_gradient(amended_cross_entropy, case), under_func(amended_cross_entropy, case)):
         assert_close(gradient.float(), expected, rtol=0, atol=2 * U32)
         exact = float(logits[0, 0, 0]) * 2
         # e⁰ = 0 - λ/2 · 2big, e¹ = 2big - λ/2 · 2big
@@ -119,7 +108,7 @@ def test_huge_binary_logits(
     rounding = 0.0 if dtype in (torch.float64, torch.float32) else torch.finfo(dtype).eps
     for value, gradient in (
         value_and_gradient(binary_amended_cross_entropy, case),
-        composite(binary_amended_cross_entropy, case),
+        under_func(binary_amended_cross_entropy, case),
     ):
         assert gradient.isfinite().all()
         # a and b are made of K + 12 roundings of at most 1; each value is at most 2·big
@@ -165,7 +154,7 @@ def test_classes_masked_by_minus_infinity(dtype: torch.dtype, reduction: str, di
     u = 2.0**-53 if dtype == torch.float64 else U32
     for value, gradient in (
         value_and_gradient(amended_cross_entropy, masked),
-        composite(amended_cross_entropy, masked),
+        under_func(amended_cross_entropy, masked),
     ):
         # the same numbers in sums of another length: 60 terms of at most 10
         assert_close(value, expected, rtol=0, atol=600 * u)
@@ -183,7 +172,7 @@ def test_a_class_masked_in_one_member_alone() -> None:
     p = F.one_hot(target, 4)
     expected = (0.5 * (q - p) + 0.5 * (q.mean(0) - p)) / 3
     case = Case(logits, target, 0.5)
-    for value, gradient in (value_and_gradient(amended_cross_entropy, case), composite(amended_cross_entropy, case)):
+    for value, gradient in (value_and_gradient(amended_cross_entropy, case), under_func(amended_cross_entropy, case)):
         assert value.item() == -INF
         assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
@@ -198,7 +187,7 @@ def test_an_impossible_label_costs_infinity_as_in_torch(label_smoothing: float) 
     assert plain.item() == INF
     q = logits.softmax(2)
     p = F.one_hot(target, 4).double() * (1 - label_smoothing) + label_smoothing / 4
-    for value, gradient in (value_and_gradient(amended_cross_entropy, case), composite(amended_cross_entropy, case)):
+    for value, gradient in (value_and_gradient(amended_cross_entropy, case), under_func(amended_cross_entropy, case)):
         assert value.item() == INF
         assert_close(gradient, (q - p) / 3, rtol=1e-12, atol=1e-12)
 
@@ -221,7 +210,7 @@ def test_an_ignored_sample_may_be_infinite(how: str, diversity: float) -> None:
     else:
         options["sample_weight"] = torch.tensor([[1.0, 0.0, 1.0]] * 2)
     case = Case(logits, target, diversity, options)
-    for value, gradient in (value_and_gradient(amended_cross_entropy, case), composite(amended_cross_entropy, case)):
+    for value, gradient in (value_and_gradient(amended_cross_entropy, case), under_func(amended_cross_entropy, case)):
         assert_close(value, expected, rtol=1e-12, atol=1e-12)
         assert_close(gradient[:, [0, 2]], expected_gradient, rtol=1e-12, atol=1e-12)
         assert not gradient[:, 1].any()
@@ -245,7 +234,7 @@ def test_confident_members_keep_small_gradients(diversity: float) -> None:
     logits = torch.tensor([[[30.0, 0.0]], [[30.0, 0.0]]])
     case = Case(logits, torch.tensor([0]), diversity)
     tiny = math.exp(-30.0)
-    for _, gradient in (value_and_gradient(amended_cross_entropy, case), composite(amended_cross_entropy, case)):
+    for _, gradient in (value_and_gradient(amended_cross_entropy, case), under_func(amended_cross_entropy, case)):
         # exp(-30) in float32: the argument is exact, the result is rounded a few times
         assert_close(gradient[:, 0, 1], torch.full((2,), tiny), rtol=8 * U32, atol=0)
 

@@ -80,10 +80,7 @@ def test_features_of_each_member(kind: str, shared_head: bool) -> None:
     target = torch.randint(C, (N,), generator=torch.Generator().manual_seed(2))
     _, *heads = inputs()
     results = []
-    for compute in (
-        own_loss,
-        lambda *args, **options: linear_amended_cross_entropy(*args, chunk_rows=4, **options),
-    ):
+    for compute in (own_loss, lambda *args, **options: linear_amended_cross_entropy(*args, chunk_rows=4, **options)):
         features = torch.randn(K, N, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         own = [features.requires_grad_(), *(head.detach().requires_grad_() for head in heads)]
         given = own

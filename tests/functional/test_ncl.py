@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.reference import losses as reference
-from tests.reference.loss_inputs import U32, Case, element_cases, value_and_gradient
+from tests.reference.loss_inputs import CLOSE, U32, Case, check_case, element_cases, value_and_gradient
 from torchace.functional import diversity_from_gamma, ncl, negative_correlation
-
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def rounding_bounds(case: Case, loss: reference.Loss) -> tuple[float, float]:
@@ -46,23 +44,7 @@ def rounding_bounds(case: Case, loss: reference.Loss) -> tuple[float, float]:
 
 @given(element_cases("ncl"))
 def test_value_and_gradients_equal_the_reference(case: Case) -> None:
-    loss = reference.negative_correlation(*case.args, **case.options)
-    closed, by_autograd = loss.gradient(case.upstream), loss.autograd_gradient(case.upstream)
-    assert_close(closed, by_autograd, **CLOSE)
-    value, gradient = value_and_gradient(negative_correlation, case)
-    assert_close(value, loss.value(), **CLOSE)
-    assert_close(gradient, closed, **CLOSE)
-
-
-@given(element_cases("ncl"))
-def test_float32_is_off_by_rounding_alone(case: Case) -> None:
-    case = case.to(torch.float32)
-    loss = reference.negative_correlation(*case.args, **case.options)
-    value, gradient = value_and_gradient(negative_correlation, case)
-    assert value.dtype == gradient.dtype == torch.float32
-    value_bound, gradient_bound = rounding_bounds(case, loss)
-    assert_close(value.double(), loss.value(), rtol=0, atol=value_bound)
-    assert_close(gradient.double(), loss.gradient(case.upstream), rtol=0, atol=gradient_bound)
+    check_case(negative_correlation, case, rounding_bounds)
 
 
 @pytest.mark.parametrize("how", ["λ=0", "λ=0 as a tensor", "K=1"])

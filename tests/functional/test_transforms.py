@@ -13,16 +13,16 @@ import torch.autograd.forward_ad as fwd
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.gradcheck import GradcheckError
-from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from tests.functional.test_every_loss import STRATEGIES
 from tests.reference import losses as reference
-from tests.reference.loss_inputs import U32, Case, ace_cases, member_weights, value_and_gradient
+from tests.reference.loss_inputs import U32, Case, ace_cases, member_weights, under_func, value_and_gradient
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -52,15 +52,6 @@ losses = pytest.mark.parametrize("loss", LOSSES)
 
 
 # torch.func ----------------------------------------------------------------------------------------------------------
-
-
-def under_func(loss: Loss, case: Case) -> tuple[Tensor, Tensor]:
-    def scalar(outputs: Tensor) -> tuple[Tensor, Tensor]:
-        value = loss(outputs, case.target, case.diversity, **case.options)
-        return (value if case.upstream is None else (value * case.upstream).sum()), value
-
-    gradient, (_, value) = grad_and_value(scalar, has_aux=True)(case.outputs)
-    return value, gradient
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -282,23 +273,6 @@ def test_autocast_does_not_change_precision(loss: Loss, dtype: torch.dtype, redu
     assert_close(cast_gradient, gradient, rtol=0, atol=0)
     assert_close(cast_func_value, func_value, rtol=0, atol=0)
     assert_close(cast_func_gradient, func_gradient, rtol=0, atol=0)
-
-
-def test_a_network_under_autocast() -> None:
-    torch.manual_seed(0)
-    heads = nn.ModuleList([nn.Linear(6, 5) for _ in range(3)])
-    x, target = torch.randn(8, 6), torch.randint(5, (8,))
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = torch.stack([head(x) for head in heads])
-        loss = amended_cross_entropy(logits, target, 0.5)
-    assert logits.dtype == torch.bfloat16
-    assert loss.dtype == torch.float32
-    assert_close(loss, amended_cross_entropy(logits.float(), target, 0.5), rtol=0, atol=0)
-    loss.backward()
-    for head in heads:
-        assert head.weight.grad is not None
-        assert head.weight.grad.dtype == torch.float32
-        assert head.weight.grad.any()
 
 
 @pytest.mark.parametrize("scale", [2.0**16, 1024.0, 3.0, -0.5, 0.0, 1.0])

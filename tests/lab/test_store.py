@@ -2,6 +2,8 @@ import hashlib
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +108,7 @@ def test_the_lock_is_lifted_after_an_error(tmp_path: Path) -> None:
 def test_a_directory_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     for directory in (tmp_path / "out", tmp_path / "out" / "below"):
-        with (
-            pytest.raises(RunStoreError, match=r"Cannot write to .*Choose another --out"),
-            RunStore(directory).lock(),
-        ):
+        with pytest.raises(RunStoreError, match=r"Cannot write to .*Choose another --out"), RunStore(directory).lock():
             pass
 
 
@@ -208,3 +207,20 @@ def test_results_without_a_checksum_stay_readable(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / f"{RUN.id}.json").write_text(result().model_dump_json())
     assert RunStore(tmp_path).result(RUN) == result()
+
+
+@pytest.mark.extended
+def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); "
+        "sys.stdin.read()"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "lock")]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunStoreError, match="is using"), RunStore(tmp_path).lock():
+            pass
+        holder.kill()
+    with RunStore(tmp_path).lock():
+        pass

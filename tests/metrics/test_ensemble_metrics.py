@@ -19,20 +19,8 @@ from torchace.metrics import EnsembleMetrics
 
 # Results are float32: half a unit in the last place of numbers of order 1
 ROUNDED = {"rtol": 1e-6, "atol": 1e-6}
-NAMES = {
-    "accuracy",
-    "cross_entropy",
-    "brier",
-    "calibration_error",
-    "member_accuracy",
-    "member_cross_entropy",
-    "member_brier",
-    "member_calibration_error",
-    "disagreement",
-    "mutual_information",
-    "ambiguity",
-    "members",
-}
+BOTH = ("accuracy", "cross_entropy", "brier", "calibration_error")
+NAMES = {*BOTH, *(f"member_{name}" for name in BOTH), "disagreement", "mutual_information", "ambiguity", "members"}
 
 
 def case(num_members=4, num_samples=200, classes=5, rest=(), seed=0, dtype=torch.float64):
@@ -40,6 +28,13 @@ def case(num_members=4, num_samples=200, classes=5, rest=(), seed=0, dtype=torch
     target = torch.randint(classes, (num_samples, *rest), generator=g)
     logits = 2 * torch.randn(num_members, num_samples, classes, *rest, generator=g, dtype=dtype)
     return logits, target
+
+
+def scored(logits, target, **options):
+    """Metrics of all samples."""
+    metrics = EnsembleMetrics(*logits.shape[::2][:2], **options)
+    metrics.update(logits, target)
+    return metrics
 
 
 def expected_scores(logits, target, member_weights=None, num_bins=15):
@@ -101,18 +96,14 @@ def test_equals_functional_over_any_split(seed, num_members, classes, cuts, weig
 def test_lower_precision(dtype):
     logits, target = case(dtype=dtype) if dtype is torch.float32 else case()
     logits = logits.to(dtype)
-    metrics = EnsembleMetrics(4, 5)
-    metrics.update(logits, target)
     wanted = expected_scores(logits.double(), target)
-    for name, score in metrics.compute().items():
+    for name, score in scored(logits, target).compute().items():
         torch.testing.assert_close(score, wanted[name], rtol=1e-5, atol=1e-5)  # float32 arithmetic
 
 
 def test_against_torchmetrics_and_scikit_learn():
     logits, target = case(num_samples=500)
-    metrics = EnsembleMetrics(4, 5)
-    metrics.update(logits, target)
-    scores = metrics.compute()
+    scores = scored(logits, target).compute()
     probs = functional.ensemble_probs(logits)
     micro = MulticlassAccuracy(5, average="micro")
     error = MulticlassCalibrationError(5, n_bins=15, norm="l1")
@@ -134,8 +125,7 @@ def test_brier_of_two_classes_is_twice_scikit_learns():
     from sklearn.metrics import brier_score_loss
 
     logits, target = case(classes=2)
-    metrics = EnsembleMetrics(4, 2)
-    metrics.update(logits, target)
+    metrics = scored(logits, target)
     probs = functional.ensemble_probs(logits)[:, 1]
     assert metrics.compute()["brier"].item() == pytest.approx(2 * brier_score_loss(target, probs), rel=1e-6)
 
@@ -157,8 +147,7 @@ def test_ignored_samples_do_not_count(ignore_index):
 def test_dense_outputs():
     logits, target = case(num_samples=6, rest=(3, 2))
     target[0, 1, 1] = -100
-    metrics = EnsembleMetrics(4, 5)
-    metrics.update(logits, target)
+    metrics = scored(logits, target)
     rows = logits.permute(0, 1, 3, 4, 2).reshape(4, -1, 5)
     kept = target.flatten() != -100
     assert_same(metrics.compute(), expected_scores(rows[:, kept], target.flatten()[kept]))
@@ -166,10 +155,8 @@ def test_dense_outputs():
 
 def test_one_member_is_its_ensemble():
     logits, target = case(num_members=1)
-    metrics = EnsembleMetrics(1, 5)
-    metrics.update(logits, target)
-    scores = metrics.compute()
-    for name in ("accuracy", "cross_entropy", "brier", "calibration_error"):
+    scores = scored(logits, target).compute()
+    for name in BOTH:
         torch.testing.assert_close(scores[name], scores[f"member_{name}"])
     for name in ("disagreement", "mutual_information", "ambiguity"):
         assert scores[name] == pytest.approx(0, abs=1e-7)
@@ -179,8 +166,7 @@ def test_one_member_is_its_ensemble():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_logits_name_the_member(bad):
     logits, target = case()
-    metrics = EnsembleMetrics(4, 5)
-    metrics.update(logits, target)
+    metrics = scored(logits, target)
     before = metrics.compute()
     broken = logits.clone()
     broken[2, 7, 1] = bad
@@ -269,16 +255,13 @@ def test_many_small_batches_keep_their_digits():
 
 def test_no_gradient_is_kept():
     logits, target = case()
-    metrics = EnsembleMetrics(4, 5)
-    metrics.update(logits.requires_grad_(), target)
-    assert not any(score.requires_grad for score in metrics.compute().values())
+    scores = scored(logits.requires_grad_(), target).compute()
+    assert not any(score.requires_grad for score in scores.values())
 
 
 def test_confident_members_stay_finite():
     logits = torch.tensor([[[1e4, -1e4]], [[-1e4, 1e4]]])
-    metrics = EnsembleMetrics(2, 2)
-    metrics.update(logits, torch.tensor([0]))
-    scores = metrics.compute()
+    scores = scored(logits, torch.tensor([0])).compute()
     assert all(torch.isfinite(score).all() for score in scores.values())
     assert scores["cross_entropy"].item() == pytest.approx(0.693147, abs=1e-5)
     assert scores["disagreement"] == 1

@@ -16,7 +16,6 @@ from torch.optim import SGD, Adam
 from tests.nn.library_models import TIMM, transformers_host
 from tests.nn.networks import SMALL
 from tests.reference.adapters import SeparateMembers
-from tests.reference.training import losses_on_one_batch
 from tests.support.processes import team
 from torchace import adapt, amended_cross_entropy, load_model, load_weights, save_model
 from torchace.models import mlp
@@ -125,8 +124,7 @@ def test_ten_steps_equal_separate_networks_whose_weights_contain_the_adapters(na
     tensors = dict(ensemble.stacked.named_parameters()) | dict(ensemble.stacked.named_buffers())
     separate = SeparateMembers(model, tensors, shared, trained, K)
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-    separate.train(make_optimizer, lambda logits: losses_on_one_batch(logits, target, 0.5), batches, alpha=8)
+    separate.train(make_optimizer, lambda logits: amended_cross_entropy(logits, target, 0.5), batches, alpha=8)
     optimizer = make_optimizer([p for p in ensemble.parameters() if p.requires_grad])
     for x in batches:
         optimizer.zero_grad()
@@ -239,11 +237,7 @@ def test_layers_by_name_part_and_pattern():
         ({"head": "nothing"}, ValueError, r"`head` to name a linear layer.*head='shared'"),
         ({"num_members": 0}, ValueError, "`num_members` to be at least 1"),
         ({"model": nn.ReLU()}, ValueError, "ends in an nn.Linear"),
-        (
-            {"model": nn.Linear(3, 2)},
-            ValueError,
-            "layer before its head, but Linear has none",
-        ),
+        ({"model": nn.Linear(3, 2)}, ValueError, "layer before its head, but Linear has none"),
         ({"model": "bert"}, TypeError, "`model` to be a module, but got str"),
         ({"model": adapt(mlp(12, 8, 3), 2)}, TypeError, "one network, but got the ensemble AdaptedEnsemble"),
     ],

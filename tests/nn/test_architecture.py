@@ -120,16 +120,8 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str
         lambda: Member(i for i in [1]),
         "'state' of layer 'inner' in member 1 holds a value that cannot be compared",
     ),
-    "lock": (
-        lock_of_a_class,
-        lock_of_a_class,
-        "'__class__' of the whole in member 1 holds a value that cannot be",
-    ),
-    "hooks of its own": (
-        lambda: own_hooks(1),
-        lambda: own_hooks(2),
-        "'own_hooks_of_layers' of the whole",
-    ),
+    "lock": (lock_of_a_class, lock_of_a_class, "'__class__' of the whole in member 1 holds a value that cannot be"),
+    "hooks of its own": (lambda: own_hooks(1), lambda: own_hooks(2), "'own_hooks_of_layers' of the whole"),
     "missing": (Member, missing, "'_act' of the whole is missing"),
     "function": (Member, lambda: Member(act=torch.tanh), "'_act' of the whole"),
     "lambda": (lambda: Member(act=lambda x: x + 1), lambda: Member(act=lambda x: x + 2), "'_act' of the whole"),

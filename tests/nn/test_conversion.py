@@ -192,12 +192,7 @@ def test_heads_are_like_the_one_replaced(bias: bool, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize(
     "pack",
-    [
-        lambda z: (z, z.sum()),
-        lambda z: [z],
-        lambda z: {"logits": z, "loss": None},
-        lambda z: SimpleNamespace(logits=z),
-    ],
+    [lambda z: (z, z.sum()), lambda z: [z], lambda z: {"logits": z, "loss": None}, lambda z: SimpleNamespace(logits=z)],
 )
 def test_logits_are_found_in_every_type_of_output(pack: Any) -> None:
     torch.manual_seed(0)

@@ -369,11 +369,7 @@ def linears(count: int) -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (
-            lambda: MemberParallelEnsemble(member),
-            ValueError,
-            "Expected `num_members` with a function of members",
-        ),
+        (lambda: MemberParallelEnsemble(member), ValueError, "Expected `num_members` with a function of members"),
         (
             lambda: MemberParallelEnsemble(linears(2), 3),
             ValueError,

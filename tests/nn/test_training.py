@@ -23,6 +23,8 @@ from torchace.functional import (
 )
 from torchace.nn import SMOC, AmendedCrossEntropyLoss, Ensemble, MemberWeights, StackedEnsemble, StackedLinear
 from torchace.nn.base import EnsembleModule
+from torchace.nn.branching import branch
+from torchace.nn.conversion import stack_classifiers
 from torchace.nn.stacking import Decision
 
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64, a few hundred operations on numbers of order 1
@@ -87,16 +89,8 @@ def deep() -> nn.Sequential:
 
 
 def make_branched() -> EnsembleModule:
-    from torchace.nn.branching import branch
-
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     return branch(model, at="2", num_members=4, reinitialize=True)
-
-
-def make_converted() -> EnsembleModule:
-    from torchace.nn.conversion import stack_classifiers
-
-    return stack_classifiers(mlp(64), num_members=5)
 
 
 KINDS: dict[str, Callable[[], EnsembleModule]] = {
@@ -107,7 +101,7 @@ KINDS: dict[str, Callable[[], EnsembleModule]] = {
     "smoc": lambda: SMOC(trunk(), 64, 10, num_members=10),
     "low-rank smoc": lambda: SMOC(trunk(), 64, 10, num_members=10, rank=2),
     "branch": make_branched,
-    "stack_classifiers": make_converted,
+    "stack_classifiers": lambda: stack_classifiers(mlp(64), num_members=5),
 }
 
 
@@ -123,28 +117,10 @@ def test_learns_digits(kind):
     assert accuracy(ensemble) >= 0.95
 
 
-def test_learns_digits_with_learnable_weights():
-    torch.manual_seed(0)
-    ensemble = Ensemble([mlp(48), mlp(16), mlp(2), conv()])
-    weights = MemberWeights(4)
-    optimizer = torch.optim.Adam([*ensemble.parameters(), *weights.parameters()], lr=5e-3, fused=True)
-    for x, y in batches(25):
-        optimizer.zero_grad()
-        logits = ensemble(x)
-        loss = amended_cross_entropy(logits, y, 0.5, member_weights=weights()) + weights.loss(logits, y)
-        loss.backward()
-        optimizer.step()
-    alpha = weights().detach()
-    ensemble.set_member_weights(alpha)
-    assert accuracy(ensemble) >= 0.95
-    assert alpha[2] == alpha.min()  # two hidden units cannot tell ten digits apart
-    assert alpha[2] < 0.1
-
-
 def test_a_broken_member_loses_its_weight():
     """Member 1 learns random labels; the weights, uniform at the start, are trained beside the members."""
     torch.manual_seed(0)
-    ensemble = StackedEnsemble([mlp() for _ in range(4)])
+    ensemble = Ensemble([mlp(48), mlp(16), mlp(32), conv()])
     weights = MemberWeights(4)
     optimizer = torch.optim.Adam(
         [{"params": list(ensemble.parameters())}, {"params": list(weights.parameters()), "lr": 0.02}], lr=5e-3

@@ -67,7 +67,7 @@ class SeparateMembers:
     def train(
         self,
         make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
-        losses: Callable[[list[Tensor]], list[Tensor]],
+        loss: Callable[[Tensor], Tensor],  # of logits (K, N, C): the sum over members
         x: list[Tensor],
         alpha: float,
     ) -> None:
@@ -77,8 +77,7 @@ class SeparateMembers:
         optimizer = make_optimizer([*own, *shared])
         for batch in x:
             optimizer.zero_grad()
-            for loss in losses(self.logits(batch, alpha)):
-                loss.backward()
+            loss(torch.stack(self.logits(batch, alpha))).backward()
             for tensor in shared:
                 tensor.grad = None if tensor.grad is None else tensor.grad / len(self.own)
             optimizer.step()

@@ -10,9 +10,12 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
+from tests.reference import losses as reference
 from torchace.functional import amended_cross_entropy
 
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 # Unit roundoff: the largest relative error of one rounding in float32.
 U32 = 2.0**-24
 
@@ -49,6 +52,36 @@ def value_and_gradient(loss: Any, case: Case) -> tuple[Tensor, Tensor]:
     total.backward()
     assert outputs.grad is not None
     return value.detach(), outputs.grad
+
+
+def under_func(loss: Any, case: Case) -> tuple[Tensor, Tensor]:
+    """The same by way of torch.func, which never takes the closed form."""
+
+    def scalar(outputs: Tensor) -> tuple[Tensor, Tensor]:
+        value = loss(outputs, case.target, case.diversity, **case.options)
+        return (value if case.upstream is None else (value * case.upstream).sum()), value
+
+    gradient, (_, value) = torch.func.grad_and_value(scalar, has_aux=True)(case.outputs)
+    return value, gradient
+
+
+def check_case(loss: Any, case: Case, rounding_bounds: Any) -> None:
+    """A loss and its gradient in float64, and in float32 within its bounds, against the slow reference of its name."""
+    slow = getattr(reference, loss.__name__)
+    exact = slow(*case.args, **case.options)
+    closed, by_autograd = exact.gradient(case.upstream), exact.autograd_gradient(case.upstream)
+    assert_close(closed, by_autograd, **CLOSE)
+    value, gradient = value_and_gradient(loss, case)
+    assert_close(value, exact.value(), equal_nan=True, **CLOSE)
+    assert_close(gradient, closed, **CLOSE)
+    case = case.to(torch.float32)
+    # α rounded to float32 no longer sums to 1 exactly; the reference takes the same α
+    exact = slow(*case.args, **case.options)
+    value, gradient = value_and_gradient(loss, case)
+    assert value.dtype == gradient.dtype == torch.float32
+    of_value, of_gradient = rounding_bounds(case, exact)
+    assert_close(value.double(), exact.value(), rtol=0, atol=of_value, equal_nan=True)
+    assert_close(gradient.double(), exact.gradient(case.upstream), rtol=0, atol=of_gradient)
 
 
 def diversities() -> st.SearchStrategy[float]:
@@ -113,23 +146,28 @@ def ace_cases(draw: st.DrawFn, torch_options: bool = False) -> Case:
             options["ignore_index"] = int(torch.randint(num_classes, (), generator=g))
         target = target.to(dtype)
     if not torch_options:
-        alpha = member_weights(draw(ALPHAS), num_members, g)
-        weight = _sample_weight(draw(SAMPLE_WEIGHTS), samples, num_members, g)
-        if alpha is not None:
-            options["member_weights"] = alpha
-        if weight is not None:
-            options["sample_weight"] = weight
-        if draw(st.integers(0, 3)) == 0:  # an ensemble with two members more, elsewhere
-            elsewhere = torch.randn(2, num_samples, num_classes, *rest, generator=g, dtype=torch.float64)
-            everywhere = torch.rand(num_members + 2, generator=g, dtype=torch.float64)
-            everywhere = everywhere / everywhere.sum()
-            q = torch.cat([logits, elsewhere]).softmax(2)
-            options["member_weights"] = everywhere[:num_members]
-            options["mixture"] = torch.tensordot(everywhere, q, 1)
-    upstream = None
-    if reduction == "none":
-        upstream = torch.randn(num_members, *samples, generator=g, dtype=torch.float64)
-    return Case(logits, target, diversity, options, upstream)
+        _add_options(draw, options, logits, samples, g, lambda z: z.softmax(2))
+    return Case(logits, target, diversity, options, _upstream(reduction, (num_members, *samples), g))
+
+
+def _add_options(
+    draw: st.DrawFn, options: dict[str, Any], outputs: Tensor, samples: tuple[int, ...], g: torch.Generator, link: Any
+) -> None:
+    """Weights of members and samples, or a mixture with two members more, elsewhere."""
+    alpha = member_weights(draw(ALPHAS), len(outputs), g)
+    weight = _sample_weight(draw(SAMPLE_WEIGHTS), samples, len(outputs), g)
+    options |= {} if alpha is None else {"member_weights": alpha}
+    options |= {} if weight is None else {"sample_weight": weight}
+    if draw(st.integers(0, 3)) == 0:
+        elsewhere = torch.randn(2, *outputs.shape[1:], generator=g, dtype=torch.float64)
+        everywhere = torch.rand(len(outputs) + 2, generator=g, dtype=torch.float64)
+        everywhere = everywhere / everywhere.sum()
+        options["member_weights"] = everywhere[: len(outputs)]
+        options["mixture"] = torch.tensordot(everywhere, link(torch.cat([outputs, elsewhere])), 1)
+
+
+def _upstream(reduction: str, shape: tuple[int, ...], g: torch.Generator) -> Tensor | None:
+    return torch.randn(shape, generator=g, dtype=torch.float64) if reduction == "none" else None
 
 
 @st.composite
@@ -154,23 +192,8 @@ def element_cases(draw: st.DrawFn, loss: str) -> Case:
     if loss == "binary" and draw(st.booleans()):
         shape = draw(st.sampled_from([(), (1,), samples, samples[-1:]]))
         options["pos_weight"] = torch.rand(shape, generator=g, dtype=torch.float64) * 3 + 0.1
-    alpha = member_weights(draw(ALPHAS), num_members, g)
-    weight = _sample_weight(draw(SAMPLE_WEIGHTS), samples, num_members, g)
-    if alpha is not None:
-        options["member_weights"] = alpha
-    if weight is not None:
-        options["sample_weight"] = weight
-    if draw(st.integers(0, 3)) == 0:
-        elsewhere = torch.randn(2, *samples, generator=g, dtype=torch.float64)
-        everywhere = torch.rand(num_members + 2, generator=g, dtype=torch.float64)
-        everywhere = everywhere / everywhere.sum()
-        values = torch.cat([outputs, elsewhere])
-        options["member_weights"] = everywhere[:num_members]
-        options["mixture"] = torch.tensordot(everywhere, values.sigmoid() if loss == "binary" else values, 1)
-    upstream = None
-    if reduction == "none":
-        upstream = torch.randn(num_members, *samples, generator=g, dtype=torch.float64)
-    return Case(outputs, target, diversity, options, upstream)
+    _add_options(draw, options, outputs, samples, g, torch.sigmoid if loss == "binary" else lambda values: values)
+    return Case(outputs, target, diversity, options, _upstream(reduction, (num_members, *samples), g))
 
 
 @st.composite

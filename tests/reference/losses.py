@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -133,6 +133,26 @@ def _own_weight(sample_weight: Tensor | None, k: int, i: tuple[int, ...]) -> flo
     return float(sample_weight[i] if sample_weight.ndim == len(i) else sample_weight[(k, *i)])
 
 
+Others = Callable[[int | None, tuple[int, ...]], Tensor]
+
+
+def _others(
+    q: Callable[[int, tuple[int, ...]], Tensor], alpha: list[float], given: Callable[[tuple[int, ...]], Tensor] | None
+) -> Others:
+    """Σ_{j≠k} α^j q^j of sample i, as a function of k and i; the mixture of all for k=None."""
+
+    def others(k: int | None, i: tuple[int, ...]) -> Tensor:
+        if given is not None:
+            return given(i).double() - (0 if k is None else alpha[k] * q(k, i))
+        total = torch.zeros_like(q(0, i))
+        for j in range(len(alpha)):
+            if j != k:
+                total = total + alpha[j] * q(j, i)
+        return total
+
+    return others
+
+
 def amended_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -147,19 +167,17 @@ def amended_cross_entropy(
     reduction: str = "mean",
 ) -> Loss:
     """DESIGN, lines 1 to 4."""
-    logits = logits.detach().double()
-    lam = float(diversity)
+    logits, lam = logits.detach().double(), float(diversity)
     num_members, _, num_classes = logits.shape[:3]
-    alpha = _alpha(member_weights, num_members)
     w = torch.ones(num_classes, dtype=torch.float64) if weight is None else weight.double()
     hard = not target.is_floating_point()
 
-    def z(k: int, i: tuple[int, ...]) -> Tensor:
-        return logits[(k, i[0], slice(None), *i[1:])]
-
     @cache
     def q(k: int, i: tuple[int, ...]) -> Tensor:
-        return log_softmax(z(k, i)).exp()
+        return log_softmax(logits[(k, i[0], slice(None), *i[1:])]).exp()
+
+    given = None if mixture is None else lambda i: mixture[(i[0], slice(None), *i[1:])]
+    others = _others(q, _alpha(member_weights, num_members), given)
 
     @cache
     def p(i: tuple[int, ...]) -> Tensor:
@@ -176,34 +194,18 @@ def amended_cross_entropy(
 
     def own(k: int, i: tuple[int, ...], mine: Tensor) -> Tensor:
         log_q = log_softmax(mine)
-        loss = cross_entropy(w * p(i), log_q)
-        if mixture is not None:
-            others = mixture[(i[0], slice(None), *i[1:])].double() - alpha[k] * q(k, i)
-            return loss - lam * s(i) * cross_entropy(others, log_q)
-        for j in range(num_members):
-            if j != k:
-                loss = loss - lam * s(i) * alpha[j] * cross_entropy(q(j, i), log_q)
-        return loss
+        return cross_entropy(w * p(i), log_q) - lam * s(i) * cross_entropy(others(k, i), log_q)
 
     def slope(k: int, i: tuple[int, ...]) -> Tensor:
-        if mixture is not None:
-            mean = mixture[(i[0], slice(None), *i[1:])].double()
-        else:
-            mean = torch.zeros(num_classes, dtype=torch.float64)
-            for j in range(num_members):
-                mean = mean + alpha[j] * q(j, i)
-        return s(i) * ((1 - lam) * q(k, i) + lam * mean) - w * p(i)
+        return s(i) * ((1 - lam) * q(k, i) + lam * others(None, i)) - w * p(i)
 
     def counts(k: int, i: tuple[int, ...]) -> float:
-        if hard and int(target[i]) == ignore_index:
-            return 0.0
-        return _own_weight(sample_weight, k, i)
+        return 0.0 if hard and int(target[i]) == ignore_index else _own_weight(sample_weight, k, i)
 
     def divides(k: int, i: tuple[int, ...]) -> float:
         # torch's mean: the weights of the samples' own classes for indices, the number of samples for probabilities
-        if hard and int(target[i]) == ignore_index:
-            return 0.0
-        return counts(k, i) * (float(w[int(target[i])]) if hard else 1.0)
+        own_class = hard and int(target[i]) != ignore_index
+        return counts(k, i) * (float(w[int(target[i])]) if own_class else 1.0)
 
     return Loss(logits, True, reduction, own, slope, counts, divides, sample_weight is not None, s)
 
@@ -219,49 +221,34 @@ def binary_amended_cross_entropy(
     mixture: Tensor | None = None,
     reduction: str = "mean",
 ) -> Loss:
-    """DESIGN, line 5."""
-    logits = logits.detach().double()
-    lam = float(diversity)
-    num_members = logits.shape[0]
-    alpha = _alpha(member_weights, num_members)
-    target = target.double()
+    """DESIGN, line 5; a distribution is its probabilities of 1 and of 0."""
+    logits, target, lam = logits.detach().double(), target.double(), float(diversity)
     v = torch.ones_like(target) if pos_weight is None else pos_weight.double().expand_as(target)
 
-    def bernoulli(a: Tensor, b: Tensor, z: Tensor) -> Tensor:
-        """-a log q - b log(1 - q) with q = σ(z)."""
-        return a * torch.log1p(torch.exp(-z)) + b * torch.log1p(torch.exp(z))
+    def cross_entropy(a: Tensor, z: Tensor) -> Tensor:
+        """-a_1 log q - a_0 log(1 - q) with q = σ(z)."""
+        return a[0] * torch.log1p(torch.exp(-z)) + a[1] * torch.log1p(torch.exp(z))
 
     @cache
     def q(k: int, i: tuple[int, ...]) -> Tensor:
-        return 1 / (1 + torch.exp(-logits[(k, *i)]))
+        ones = 1 / (1 + torch.exp(-logits[(k, *i)]))
+        return torch.stack([ones, 1 - ones])
+
+    given = None if mixture is None else lambda i: torch.stack([mixture[i].double(), 1 - mixture[i].double()])
+    others = _others(q, _alpha(member_weights, len(logits)), given)
 
     @cache
     def s(i: tuple[int, ...]) -> float:
         return float(v[i] * target[i] + 1 - target[i])
 
     def own(k: int, i: tuple[int, ...], mine: Tensor) -> Tensor:
-        loss = bernoulli(v[i] * target[i], 1 - target[i], mine)
-        if mixture is not None:
-            ones = mixture[i].double() - alpha[k] * q(k, i)
-            zeros = (1 - mixture[i].double()) - alpha[k] * (1 - q(k, i))
-            return loss - lam * s(i) * bernoulli(ones, zeros, mine)
-        for j in range(num_members):
-            if j != k:
-                loss = loss - lam * s(i) * alpha[j] * bernoulli(q(j, i), 1 - q(j, i), mine)
-        return loss
+        label = torch.stack([v[i] * target[i], 1 - target[i]])
+        return cross_entropy(label, mine) - lam * s(i) * cross_entropy(others(k, i), mine)
 
     def slope(k: int, i: tuple[int, ...]) -> Tensor:
-        if mixture is not None:
-            mean = mixture[i].double()
-        else:
-            mean = torch.zeros((), dtype=torch.float64)
-            for j in range(num_members):
-                mean = mean + alpha[j] * q(j, i)
-        return s(i) * ((1 - lam) * q(k, i) + lam * mean) - v[i] * target[i]
+        return s(i) * ((1 - lam) * q(k, i)[0] + lam * others(None, i)[0]) - v[i] * target[i]
 
-    def counts(k: int, i: tuple[int, ...]) -> float:
-        return _own_weight(sample_weight, k, i)
-
+    counts = partial(_own_weight, sample_weight)
     return Loss(logits, False, reduction, own, slope, counts, counts, sample_weight is not None, s)
 
 
@@ -276,46 +263,26 @@ def negative_correlation(
     reduction: str = "mean",
 ) -> Loss:
     """DESIGN, line 6."""
-    predictions = predictions.detach().double()
-    lam = float(diversity)
-    num_members = predictions.shape[0]
-    alpha = _alpha(member_weights, num_members)
-    target = target.double()
-
-    def mean(i: tuple[int, ...]) -> Tensor:
-        if mixture is not None:
-            return mixture[i].double()
-        total = torch.zeros((), dtype=torch.float64)
-        for j in range(num_members):
-            total = total + alpha[j] * predictions[(j, *i)]
-        return total
+    predictions, target, lam = predictions.detach().double(), target.double(), float(diversity)
+    alpha = _alpha(member_weights, len(predictions))
+    others = _others(lambda k, i: predictions[(k, *i)], alpha, None if mixture is None else lambda i: mixture[i])
 
     def own(k: int, i: tuple[int, ...], mine: Tensor) -> Tensor:
         loss = 0.5 * (mine - target[i]) ** 2
         if alpha[k] == 1:
             return loss
         # F̄ moves with F^k by α^k; the others' part of it is constant
-        moving_mean = mean(i) - alpha[k] * predictions[(k, *i)] + alpha[k] * mine
-        return loss - lam / (2 * (1 - alpha[k])) * (mine - moving_mean) ** 2
+        return loss - lam / (2 * (1 - alpha[k])) * (mine - others(k, i) - alpha[k] * mine) ** 2
 
     def slope(k: int, i: tuple[int, ...]) -> Tensor:
         mine = predictions[(k, *i)]
-        if alpha[k] == 1:
-            return mine - target[i]
-        return (mine - target[i]) - lam * (mine - mean(i))
+        return (mine - target[i]) - (0 if alpha[k] == 1 else lam * (mine - others(None, i)))
 
-    def counts(k: int, i: tuple[int, ...]) -> float:
-        return _own_weight(sample_weight, k, i)
-
+    counts = partial(_own_weight, sample_weight)
     return Loss(predictions, False, reduction, own, slope, counts, counts, sample_weight is not None)
 
 
-def rewritten(
-    logits: Tensor,
-    target: Tensor,
-    diversity: float,
-    member_weights: Any = None,
-) -> Tensor:
+def rewritten(logits: Tensor, target: Tensor, diversity: float, member_weights: Any = None) -> Tensor:
     """The paper's other form, `H(p, q^k) - λ H(q̄, q^k) + λ α^k H(q^k)`, for `(K, N, C)` and indices; `(K, N)`."""
     logits = logits.detach().double()
     num_members, num_samples, num_classes = logits.shape

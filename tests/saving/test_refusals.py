@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -140,27 +139,3 @@ def test_weights_are_not_cast_silently(tmp_path: Path) -> None:
     save_model(tmp_path / "model", Ensemble([nn.Linear(4, 2).double()]))
     with pytest.raises(ModelFileError, match=r"float64 in the file and torch.float32 in the module"):
         load_weights(Ensemble([nn.Linear(4, 2)]), tmp_path / "model")
-
-
-def test_a_directory_of_another_tool_is_kept(tmp_path: Path) -> None:
-    for name in ("manifest.json", "weights.safetensors"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(ModelFileError, match="is not a model, so it is kept"):
-        save_model(tmp_path, Ensemble([nn.Linear(4, 2)]))
-    assert (tmp_path / "manifest.json").read_text() == "{}"
-
-
-def test_interrupted_replacement_keeps_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, rename = tmp_path / "model", os.rename
-    save_model(path, Ensemble([nn.Linear(4, 2)]), diversity=0.25)
-
-    def interrupt(source: Any, target: Any) -> None:
-        if str(source).endswith(".partial"):
-            raise KeyboardInterrupt
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        save_model(path, Ensemble([nn.Linear(4, 2)]))
-    assert load_weights(Ensemble([nn.Linear(4, 2)]), path)["diversity"] == 0.25
-    assert os.listdir(tmp_path) == ["model"]

@@ -93,8 +93,10 @@ def advise_diversity(
     if is_overfit(train_loss, validation_loss):
         return DiversityAdvice(0.0, None, f"Stop earlier before trying λ: at λ=0 {both}, so the members overfit.")
     ambiguity = max(0.0, member_loss / validation_loss - 1) if validation_loss > 0 else 0.0
+    ratio = num_parameters / num_samples
+    number = f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
     why = f"Averaging lowers the members' {noun} by {100 * ambiguity / (1 + ambiguity):.1f} %, and a member has "
-    why += f"{_count_parameters(num_parameters / num_samples)} for each training sample"
+    why += f"{number} parameter{'' if number == '1' else 's'} for each training sample"
     if disagreement is None:
         is_underfit = train_loss >= UNDERFIT * validation_loss
         is_small = num_samples >= SAMPLES_PER_PARAMETER * num_parameters
@@ -113,8 +115,3 @@ def advise_diversity(
     return DiversityAdvice(
         diversity, gain, f"λ={diversity:g} should lower the {noun} by about {100 * gain:.0f} %. {why}."
     )
-
-
-def _count_parameters(ratio: float) -> str:
-    number = f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
-    return f"{number} parameter{'' if number == '1' else 's'}"

@@ -47,10 +47,7 @@ def member_mean(losses: Tensor, sample_weight: Tensor | None, reduction: str) ->
 
 
 def resolve_coupling(
-    outputs: Tensor,
-    diversity: float | Tensor,
-    member_weights: Tensor | Sequence[float] | None,
-    mixture: Tensor | None,
+    outputs: Tensor, diversity: float | Tensor, member_weights: Tensor | Sequence[float] | None, mixture: Tensor | None
 ) -> tuple[float | Tensor, Tensor, Tensor | None]:
     """Return λ, α `(K,)` and the mixture, detached, in the compute dtype, for outputs `(K, N, ...)`."""
     like = _like(outputs)

@@ -78,12 +78,7 @@ def ensemble_probs(
 
 
 def fit_member_weights(
-    log_probs: Tensor,
-    target: Tensor,
-    *,
-    ignore_index: int = -100,
-    max_steps: int = 10_000,
-    tolerance: float = 1e-9,
+    log_probs: Tensor, target: Tensor, *, ignore_index: int = -100, max_steps: int = 10_000, tolerance: float = 1e-9
 ) -> Tensor:
     r"""The member weights α that minimize the mixture's cross entropy on validation data, by EM.
 

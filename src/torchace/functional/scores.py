@@ -178,11 +178,7 @@ def mutual_information(
 
 
 def ambiguity(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    member_weights: Tensor | Sequence[float] | None = None,
-    reduction: str = "mean",
+    logits: Tensor, target: Tensor, *, member_weights: Tensor | Sequence[float] | None = None, reduction: str = "mean"
 ) -> Tensor:
     r"""How much lower the ensemble's cross entropy is than its members' on average.
 

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import average_gradients
-from torchace.nn.base import (
-    BATCHES,
-    EnsembleModule,
-    average_shared_gradients,
-    check_own_batches,
-    separate_features,
-)
+from torchace.nn.base import BATCHES, EnsembleModule, average_shared_gradients, check_own_batches, separate_features
 from torchace.nn.optimizers import watch_optimizers
 
 

@@ -12,14 +12,7 @@ from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import ensemble_log_probs, ensemble_probs
-from torchace.nn.base import (
-    EnsembleModule,
-    as_list,
-    call_members,
-    check_modules,
-    check_shared_parameters,
-    split_range,
-)
+from torchace.nn.base import EnsembleModule, as_list, call_members, check_modules, check_shared_parameters, split_range
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.stacked import StackedEnsemble
 

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import torchace
-from tests.lab.cli.command_line import Invoke, Outcome
+from tests.lab.cli.command_line import Invoke, Outcome, assert_one_sentence
 from tests.lab.sweeps.small_sweeps import command, leftovers, poison, stored_files
 from torchace import _files as files
 from torchace.lab.cli import app as cli
@@ -26,8 +26,7 @@ from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.data import DataError, load
 from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
-from torchace.lab.sweeps.config import builtin_names, load_experiment
-from torchace.lab.sweeps.sweep import Sweep
+from torchace.lab.sweeps.config import builtin_names
 from torchace.lab.training.loop import Interrupted, Progress
 
 REAL_DATA = os.environ.get("TORCHACE_DATA", "")
@@ -47,11 +46,6 @@ seeds = [0, 1]
 """
 
 
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
-    return Invoke(monkeypatch, capsys)
-
-
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder, without the user's data, cache and network."""
@@ -65,16 +59,6 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a test that should not have tried to download")
 
     monkeypatch.setattr("pooch.retrieve", refuse)
-
-
-@pytest.fixture
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes seconds; where the test is about something else, a page is enough."""
-
-    def page(directory: Path) -> Path:
-        return Path(directory) / "report" / "index.html"
-
-    monkeypatch.setattr("torchace.lab.report.write_report", page)
 
 
 @pytest.fixture
@@ -297,16 +281,9 @@ def test_a_sweep_of_failures_has_a_report_too(invoke: Invoke, small: Path) -> No
 
 
 def assert_refused(outcome: Outcome, *words: str, code: int = 1) -> None:
-    """One line on standard error, no traceback, nothing on standard output, nothing written."""
-    assert outcome.code == code, outcome
-    assert outcome.out == ""
-    assert outcome.err.startswith("Error: ")
-    assert outcome.err.count("\n") == 1
-    assert len(outcome.err) < 600
-    for noise in ("Traceback", "pydantic", "Section", "Input should", "validation error", "For further information"):
-        assert noise not in outcome.err
-    for word in words:
-        assert word in outcome.err, outcome.err
+    """One sentence on standard error, nothing on standard output, nothing written."""
+    assert_one_sentence(outcome, *words)
+    assert (outcome.code, outcome.out) == (code, "")
     assert list(Path().iterdir()) == []
 
 
@@ -444,12 +421,7 @@ def test_a_folder_is_no_experiment(invoke: Invoke, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], words: str, invoke: Invoke) -> None:
-    outcome = invoke(*arguments)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith("Error: ")
-    assert outcome.err.count("\n") == 1
-    assert words in outcome.err
-    assert list(Path().iterdir()) == []
+    assert_refused(invoke(*arguments), words, code=2)
 
 
 def test_missing_data_is_one_sentence(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,31 +582,3 @@ def test_a_limit_on_files_in_another_process(small: Path) -> None:
     assert err.count("\n") == 1
     assert "File too large. Finished work is saved. Free some space and repeat the command." in err
     assert not list(Path("out").rglob("*.partial"))
-
-
-@pytest.mark.extended
-def test_a_disk_that_is_really_full(small: Path, tmp_path: Path) -> None:
-    """A file system of 2 MB, where the tests may mount one: room for one checkpoint, and then for more."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("needs the right to mount")
-    try:
-        (disk / "ballast").write_bytes(b"\0" * 1_300_000)
-        settings = ("model.hidden=[64]", "checkpoint.steps=1")
-        options = [part for setting in settings for part in ("--set", setting)]
-        process = command("run", str(small), *options, "--out", str(disk / "out"))
-        _, err = process.communicate(timeout=120)
-        assert (process.returncode, err.count("\n")) == (1, 1)
-        assert "No space left on device" in err
-        assert not list(disk.rglob("*.partial"))
-        assert list(disk.glob("out/checkpoints/main-0/manifest.json"))
-        (disk / "ballast").unlink()
-        for directory in (disk / "out", tmp_path / "out"):  # what was saved is good
-            Sweep(load_experiment(str(small), settings), directory).run()
-        assert stored_files(disk / "out") == stored_files(tmp_path / "out")
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -46,17 +47,6 @@ from torchace.models import mlp
 from torchace.nn import Ensemble
 from torchace.saving import save_model
 from torchace.sklearn import ACEClassifier, NCLRegressor
-
-
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
-    return Invoke(monkeypatch, capsys)
-
-
-@pytest.fixture
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes seconds; where the test is about something else, a page is enough."""
-    monkeypatch.setattr("torchace.lab.report.write_report", fake_report)
 
 
 @pytest.fixture
@@ -184,10 +174,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "output directory without write permission": ((*FIT, *TINY, "--out", "/proc/model"), ("/proc/model",)),
     "out too long": ((*FIT, *TINY, "--out", "x" * 300), ("File name too long",)),
     "out holds something else": ((*FIT, *TINY, "--out", "occupied"), ("occupied", "other files")),
-    "out holds another model": (
-        (*FIT, *TINY, "--out", "regressor"),
-        ("another model", "target was", "--overwrite"),
-    ),
+    "out holds another model": ((*FIT, *TINY, "--out", "regressor"), ("another model", "target was", "--overwrite")),
     "out is a dangling link": ((*FIT, *TINY, "--out", "dangling"), ("dangling",)),
     "out is here": ((*FIT, *TINY, "--out", "."), ("'.'",)),
     "working directory of another fit": ((*FIT, *TINY, "--out", "mine"), ("mine.work", "other files")),
@@ -690,7 +677,7 @@ def test_a_search_of_all_hyperparameters(here: Path, invoke: Invoke) -> None:
     """The printed `fit` command can be run for any column names."""
     frame = pets().rename(columns={"pet": "the pet's kind", "fur": "--fur"})
     write_table(frame, Path("my pets.csv"))
-    options = (
+    options = [
         "--drop",
         "--fur",
         "--category",
@@ -702,8 +689,8 @@ def test_a_search_of_all_hyperparameters(here: Path, invoke: Invoke) -> None:
         "--seed",
         "3",
         "--patience",
-        0,
-    )
+        "0",
+    ]
     outcome = invoke("tune", "my pets.csv", "--target", "the pet's kind", "--trials", 2, *options)
     assert (outcome.code, outcome.err) == (0, "")
     found = json.loads(Path("runs/tune-my pets/tune.json").read_text())
@@ -780,18 +767,10 @@ def test_any_table_is_fitted_or_refused_in_one_sentence(here: Path, invoke: Invo
             assert folder_contents(folder) == before
             return
         assert outcome.err == ""
-        assert invoke("evaluate", model, path) == (0, ANYTHING, "")
-        assert invoke("predict", model, path, "--out", folder / "p.csv") == (0, ANYTHING, "")
-        assert invoke("show", model) == (0, ANYTHING, "")
+        assert invoke("evaluate", model, path) == (0, mock.ANY, "")
+        assert invoke("predict", model, path, "--out", folder / "p.csv") == (0, mock.ANY, "")
+        assert invoke("show", model) == (0, mock.ANY, "")
         assert len(pd.read_csv(folder / "p.csv")) == len(table.columns[0])
-
-
-class _Anything:
-    def __eq__(self, other: object) -> bool:
-        return True
-
-
-ANYTHING = _Anything()
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

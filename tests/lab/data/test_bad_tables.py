@@ -195,10 +195,7 @@ SCHEMAS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "the target alone": (lambda: infer_schema(pets()[["pet"]], "pet"), ("'pet'", "No column")),
     "everything dropped": (lambda: infer_schema(pets(), "pet", drop=["age", "fur"]), ("'pet'", "No column")),
     "nothing that varies": (lambda: infer_schema(pets(age=1, fur="x"), "pet"), ("No column", "'fur'")),
-    "an infinite number": (
-        lambda: infer_schema(pets(age=[1.0] * 29 + [np.inf]), "pet"),
-        ("'age'", "row 30", "'inf'"),
-    ),
+    "an infinite number": (lambda: infer_schema(pets(age=[1.0] * 29 + [np.inf]), "pet"), ("'age'", "row 30", "'inf'")),
     "a number too large": (lambda: infer_schema(pets(age=["1", "1e999"] * 15), "pet"), ("'age'", "row 2", "'1e999'")),
     "a whole number too large": (
         lambda: infer_schema(pets(age=pd.Series([1, 10**400] * 15, dtype=object)), "pet"),

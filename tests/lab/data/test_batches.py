@@ -21,12 +21,7 @@ def split() -> Split:
     return Split(x, torch.arange(50))  # the label says which sample it is
 
 
-OPTIONS = [
-    {},
-    {"augment": CropFlip(4)},
-    {"augment": CropFlip(2), "dtype": torch.float64},
-    {"dtype": torch.bfloat16},
-]
+OPTIONS = [{}, {"augment": CropFlip(4)}, {"augment": CropFlip(2), "dtype": torch.float64}, {"dtype": torch.bfloat16}]
 
 
 @pytest.mark.parametrize("options", OPTIONS)

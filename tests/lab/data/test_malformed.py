@@ -109,10 +109,7 @@ def test_content_that_is_not_the_official_one(tmp_path, monkeypatch, source):
 
 @pytest.mark.parametrize(
     ("name", "file", "original"),
-    [
-        ("mnist", "train-labels-idx1-ubyte.gz", pack(LABELS)),
-        ("cifar10", "data_batch_2.bin", BATCH),
-    ],
+    [("mnist", "train-labels-idx1-ubyte.gz", pack(LABELS)), ("cifar10", "data_batch_2.bin", BATCH)],
 )
 def test_random_damage(tmp_path, name, file, original):
     """A damaged file is read or refused in one sentence; there is no other error."""

@@ -72,14 +72,7 @@ def test_a_class_without_samples_is_noted(part: str) -> None:
 
 @pytest.mark.parametrize(
     "x",
-    [
-        X.tolist(),
-        list(X),
-        tuple(X),
-        list(X.numpy()),
-        tuple(map(tuple, X.tolist())),
-        X.numpy().astype(object),
-    ],
+    [X.tolist(), list(X), tuple(X), list(X.numpy()), tuple(map(tuple, X.tolist())), X.numpy().astype(object)],
     ids=["lists", "tensors", "tuple of tensors", "arrays", "tuples", "objects"],
 )
 def test_rows_are_samples(x: Any) -> None:

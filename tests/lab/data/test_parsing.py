@@ -45,8 +45,7 @@ def test_numbers_come_back_from_their_text(value):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["1,5", "1_000", "0x1F", "1e", "e5", "+", "--1", "1 2", "١", "½", "1d5", "1.2.3", "$1", "10%", "True", "in"],
+    "text", ["1,5", "1_000", "0x1F", "1e", "e5", "+", "--1", "1 2", "١", "½", "1d5", "1.2.3", "$1", "10%", "True", "in"]
 )
 def test_texts_that_are_no_numbers(text):
     values, wrong = numbers(pd.Series([text]))

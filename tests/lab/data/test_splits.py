@@ -51,14 +51,7 @@ def test_every_sample_is_about_equally_often_taken():
 
 @pytest.mark.parametrize(
     ("size", "error"),
-    [
-        (0, ValueError),
-        (10, ValueError),
-        (-1, ValueError),
-        (1.0, ValueError),
-        (0.0, ValueError),
-        (0.01, ValueError),
-    ],
+    [(0, ValueError), (10, ValueError), (-1, ValueError), (1.0, ValueError), (0.0, ValueError), (0.01, ValueError)],
 )
 def test_invalid_sizes(size, error):
     with pytest.raises(error, match="Expected"):

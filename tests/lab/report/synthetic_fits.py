@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.numpy import save_file
+
+from torchace.lab.store import finite
+from torchace.lab.training.evaluate import Evaluation, evaluate, evaluate_regression
 
 GRID = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 REFINED = (0.2, 0.4)
@@ -95,14 +99,7 @@ def _search(spec: FitSpec) -> dict[str, Any]:
         {"diversity": d, "scores": {str(seed): validation_loss(spec, d, seed) for seed in spec.search_seeds}}
         for d in [*GRID, *REFINED]
     ]
-    gain = {
-        "split": "test",
-        "mean": 120.0,
-        "low": 40.0,
-        "high": 200.0,
-        "seeds": [5, 6, 7],
-        "beyond_noise": True,
-    }
+    gain = {"split": "test", "mean": 120.0, "low": 40.0, "high": 200.0, "seeds": [5, 6, 7], "beyond_noise": True}
     return {
         "chosen": spec.chosen,
         "metric": loss,
@@ -154,23 +151,7 @@ def regression(spec: FitSpec, diversity: float, seed: int, rows: int) -> tuple[d
     common = 0.4 * noise * own.normal(size=rows) * (1 - 3 * spec.gain * _worth(diversity))
     apart = (0.3 + 0.4 * diversity) * noise * own.normal(size=(spec.num_members, rows))
     members = spec.scale * (truth + common + apart - apart.mean(0) * 0.5)  # (K, N)
-    observed = spec.scale * observed
-    ensemble = members.mean(0)
-    error, alone = ensemble - observed, members - observed
-    mse, variance = np.mean(error**2), np.mean((observed - observed.mean()) ** 2)
-    spread = members.std(0)
-    metrics = {
-        "mse": mse,
-        "rmse": np.sqrt(mse),
-        "mae": np.mean(np.abs(error)),
-        "r2": 1 - mse / variance if variance else None,
-        "member_mse": np.mean(alone**2),
-        "spread": spread.mean(),
-        "ambiguity": np.mean((members - ensemble) ** 2),
-        "members": np.mean(alone**2, axis=1).tolist(),
-    }
-    arrays = {"predicted": ensemble, "observed": observed, "spread": spread}
-    return metrics, arrays
+    return _evaluated(evaluate_regression(torch.from_numpy(members), torch.from_numpy(spec.scale * observed)))
 
 
 def classification(
@@ -184,41 +165,14 @@ def classification(
     logits = 4 * np.eye(C)[target] * (1 - 1.2 * hard[:, None]) + data.normal(size=(rows, C))
     logits = logits + 0.7 * own.normal(size=(rows, C)) * (1 - 4 * spec.gain * _worth(diversity))
     logits = logits + (0.4 + 0.8 * diversity) * own.normal(size=(K, rows, C))
-    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)  # (K, N, C)
-    mixture = probs.mean(0)
-    losses = -np.log(probs[:, np.arange(rows), target])
-    votes = probs.argmax(-1)
-    loss = -np.log(mixture[np.arange(rows), target]).mean()
-    differ = (votes[:, None] != votes[None]).mean(-1)  # (K, K)
-    upper = differ[np.triu_indices(K, 1)]
-    confidence, right = mixture.max(-1), mixture.argmax(-1) == target
-    bins = np.minimum((confidence * 15).astype(int), 14)
-    entropy = -(mixture * np.log(mixture)).sum(-1).mean() + (probs * np.log(probs)).sum(-1).mean()
-    metrics = {
-        "accuracy": right.mean(),
-        "cross_entropy": loss,
-        "brier": ((mixture - np.eye(C)[target]) ** 2).sum(-1).mean(),
-        "calibration_error": abs(confidence.mean() - right.mean()),
-        "member_accuracy": (votes == target).mean(),
-        "member_cross_entropy": losses.mean(),
-        "member_brier": ((probs - np.eye(C)[target]) ** 2).sum(-1).mean(),
-        "member_calibration_error": 0.03,
-        "disagreement": upper.mean() if K > 1 else None,
-        "mutual_information": entropy if K > 1 else None,
-        "ambiguity": losses.mean() - loss if K > 1 else None,
-        "members": (votes == target).mean(1).tolist(),
-    }
-    disputed = np.argsort([-len(set(votes[:, i])) for i in range(rows)], kind="stable")[:16]
-    arrays = {
-        "reliability_count": np.bincount(bins, minlength=15).astype(float),
-        "reliability_confidence": np.bincount(bins, confidence, minlength=15),
-        "reliability_correct": np.bincount(bins, right, minlength=15),
-        "disputed_index": disputed,
-        "disputed_row": 3 * disputed + 1,
-        "disputed_target": target[disputed],
-        "disputed_votes": np.ascontiguousarray(votes[:, disputed].T),
-    }
-    return metrics, arrays
+    metrics, arrays = _evaluated(evaluate(torch.from_numpy(logits), torch.from_numpy(target)))
+    return metrics, {**arrays, "disputed_row": 3 * arrays["disputed_index"] + 1}
+
+
+def _evaluated(evaluation: Evaluation) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Metrics and arrays, without those of each sample."""
+    arrays = {name: value.numpy() for name, value in evaluation.arrays.items() if not name.startswith("sample_")}
+    return finite(evaluation.metrics), arrays
 
 
 def _worth(diversity: float) -> float:

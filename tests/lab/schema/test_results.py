@@ -126,8 +126,7 @@ def test_jobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"arm": "../a"}, {"seed": True}, {"seed": -1}, {"seed": 2**63}, {"diversity": 1.5}, {"diversity": "0"}],
+    "changes", [{"arm": "../a"}, {"seed": True}, {"seed": -1}, {"seed": 2**63}, {"diversity": 1.5}, {"diversity": "0"}]
 )
 def test_plan_files_with_damaged_runs_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     run = {"arm": "a", "diversity": 0.0, "seed": 1, **changes}

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
+from torchace.lab.data import Batches, Split
+from torchace.lab.data.rng import hashed_key, use_seed
 from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import Failure, RunKey
 from torchace.lab.sweeps import executor
@@ -98,3 +101,24 @@ def command(*arguments: str, module: str = "torchace", **options: Any) -> subpro
         env=environment,
         **options,
     )
+
+
+def train_alone(
+    make_member: Callable[[], nn.Module], x: Tensor, y: Tensor, loss: Callable[..., Tensor], diversity: float,
+    seed: int, steps: int, batch_size: int, make_optimizer: Callable[..., torch.optim.Optimizer],
+) -> list[nn.Module]:  # fmt: skip
+    """Plain PyTorch: two members, one optimizer each, in float64."""
+    members: list[nn.Module] = []
+    for k in range(2):
+        with use_seed(hashed_key(seed, "member", k)):
+            members.append(make_member().double())
+    optimizers = [make_optimizer(member.parameters()) for member in members]
+    batches = Batches(Split(x, y if y.dtype == torch.int64 else y.double()), batch_size, seed=seed, dtype=torch.float64)
+    for step in range(steps):
+        inputs, target = batches.batch(*batches.locate(step))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss(torch.stack([member(inputs) for member in members]), target, diversity).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [member.eval() for member in members]

@@ -1,8 +1,7 @@
-"""Sweeps of own networks with other packages: a transformer on tokens, and the report in a browser."""
+"""Sweeps of own networks with other packages: a transformer on tokens."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import torchace as ace
-from tests.lab.sweeps.test_api import CNN, TEST, TRAIN
-from tests.support.browser import CHROMIUM, Browser
 
 pytestmark = pytest.mark.extended
 
@@ -48,28 +45,3 @@ def test_a_transformer_learns_a_text_task() -> None:
     predicted = ensemble.predict(inputs["input_ids"], inputs["attention_mask"])
     accuracy = float((predicted == labels).double().mean())
     assert accuracy == pytest.approx(frame.set_index(["diversity", "seed"]).loc[(0.4, 1), "accuracy"])
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; name it in TORCHACE_CHROMIUM")
-def test_the_report_of_an_own_network_in_a_browser(tmp_path: Path) -> None:
-    result = ace.sweep(
-        CNN, TRAIN, TEST, num_members=2, diversities=[0.0, 0.3, 0.6], seeds=3, epochs=4, batch_size=40, out=tmp_path
-    )
-    page = result.report()
-    with Browser(tmp_path) as browser:
-        opened = browser.page(width=390)
-        opened.open(page.as_uri())
-        text = opened.value("document.body.innerText")
-        figures = opened.value(
-            "[...document.querySelectorAll('figure > svg')].map(figure => figure.viewBox.baseVal.width)"
-        )
-        overflow = opened.value("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        details = opened.value("[...document.querySelectorAll('details')].map(part => part.textContent).join(' ')")
-        errors = opened.errors
-    assert errors == []
-    assert overflow <= 0
-    assert "cross entropy" in text
-    assert "CNN" in details
-    assert "own data" in details
-    assert figures
-    assert min(figures) > 0

@@ -16,8 +16,7 @@ from sklearn.metrics import accuracy_score, f1_score, hamming_loss, log_loss, r2
 from torch import Tensor, nn
 
 import torchace as ace
-from torchace.lab.data import Batches, Split
-from torchace.lab.data.rng import hashed_key, use_seed
+from tests.lab.sweeps.small_sweeps import train_alone
 from torchace.lab.report.results import read_results
 from torchace.lab.report.tables import detail_table
 from torchace.lab.sweeps.config import ConfigError, load_experiment, parse_experiment
@@ -53,25 +52,6 @@ def labeled(count: int, seed: int) -> tuple[Tensor, Tensor]:
 TRAIN, TEST = labeled(60, 0), labeled(50, 1)
 
 
-def train_alone(task: str, x: Tensor, y: Tensor, diversity: float, seed: int, steps: int, make: Any) -> list[nn.Module]:
-    """Plain PyTorch: one optimizer for each member, in float64."""
-    members: list[nn.Module] = []
-    for k in range(2):
-        with use_seed(hashed_key(seed, "member", k)):
-            members.append(network(x.shape[1], y.shape[1]).double())
-    optimizers = [make(member.parameters()) for member in members]
-    batches = Batches(Split(x, y.double()), SMALL["batch_size"], seed=seed, dtype=torch.float64)
-    for step in range(steps):
-        inputs, target = batches.batch(*batches.locate(step))
-        loss = LOSSES[task](torch.stack([member(inputs) for member in members]), target, diversity)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return members
-
-
 def assert_equal_members(result: ace.SweepResult, diversity: float, seed: int, members: list[nn.Module]) -> None:
     ensemble: Any = result.ensemble(diversity, seed)
     for k, member in enumerate(members):
@@ -86,7 +66,7 @@ def test_multilabel_runs_equal_plain_training_and_their_scores_those_of_sklearn(
     for diversity in SMALL["diversities"]:
         for seed in SMALL["seeds"]:
             make = partial(torch.optim.Adam, lr=0.02)
-            members = train_alone("multilabel", *TRAIN, diversity, seed, 9, make)
+            members = train_alone(network, *TRAIN, LOSSES["multilabel"], diversity, seed, 9, 20, make)
             assert_equal_members(result, diversity, seed, members)
             row, q = frame.loc[(diversity, seed)], torch.stack([m(x).sigmoid() for m in members]).detach().mean(0)
             flat = y.flatten().numpy()
@@ -128,7 +108,8 @@ def test_regression_on_a_data_frame_equals_plain_training_on_its_encoded_columns
     y, y_test = (torch.tensor(frame[["price"]].to_numpy()) for frame in (train, test))
     frame = result.to_frame().set_index(["diversity", "seed"])
     for diversity in SMALL["diversities"]:
-        members = train_alone("regression", encoded[0], y, diversity, 4, 9, partial(torch.optim.Adam, lr=0.02))
+        make, loss = partial(torch.optim.Adam, lr=0.02), LOSSES["regression"]
+        members = train_alone(partial(network, **columns), encoded[0], y, loss, diversity, 4, 9, 20, make)
         assert_equal_members(result, diversity, 4, members)
         predictions = torch.stack([member(encoded[1]) for member in members]).detach()
         row = frame.loc[(diversity, 4)]
@@ -251,7 +232,7 @@ def test_optimizers_by_class_or_function_equal_plain_training(given: dict[str, A
     if given["optimizer"] == "adamw":
         make = partial(torch.optim.AdamW, betas=(0.5, 0.9), weight_decay=0.0)
     result = ace.sweep(network, TRAIN, TEST, task="multilabel", **SMALL | {"seeds": [1]}, **given)
-    members = train_alone("multilabel", *TRAIN, 0.6, 1, 9, partial(make, lr=0.02))
+    members = train_alone(network, *TRAIN, LOSSES["multilabel"], 0.6, 1, 9, 20, partial(make, lr=0.02))
     assert_equal_members(result, 0.6, 1, members)
 
 

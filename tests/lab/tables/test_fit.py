@@ -284,10 +284,7 @@ def exit_at_call(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [(os, "rename"), (os, "replace"), (shutil, "rmtree")],
-)
+@pytest.mark.parametrize(("module", "name"), [(os, "rename"), (os, "replace"), (shutil, "rmtree")])
 def test_killed_at_every_file_operation(module: Any, name: str, after: bool, data: Path, tmp_path: Path) -> None:
     expected = job(data, "pet", tmp_path / "uninterrupted" / "out")
     done(expected)

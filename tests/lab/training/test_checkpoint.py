@@ -22,29 +22,15 @@ from torchace.lab.training.loop import CheckpointPolicy, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.nn import Ensemble
 
-PROGRESS: dict[str, Any] = {
-    "step": 1,
-    "seconds": 0.5,
-    "stopped": [False],
-    "history": [],
-    "failures": {},
-    "sums": ["nan"],
-    "weights": [1.0],
-}
+PROGRESS: dict[str, Any] = {"step": 1, "seconds": 0.5, "stopped": [False], "history": [], "failures": {}}
+PROGRESS |= {"sums": ["nan"], "weights": [1.0]}
 ARGUMENTS: dict[str, Any] = {"diversities": [0.5], "seeds": [5]}
 
 
-def save_one(directory: Path, steps: int = 3) -> RunGroup:
+def save_one(directory: Path, steps: int = 3) -> None:
     """A checkpoint after some steps."""
-    network = make_group([5])
-    fit(
-        network,
-        batches(),
-        train_config(steps=steps + 1),
-        **ARGUMENTS,
-        checkpoint_policy=CheckpointPolicy(Checkpoints(directory), steps, None),
-    )
-    return network
+    policy = CheckpointPolicy(Checkpoints(directory), steps, None)
+    fit(make_group([5]), batches(), train_config(steps=steps + 1), **ARGUMENTS, checkpoint_policy=policy)
 
 
 def load_one(directory: Path, optimizer: str = "adam") -> tuple[RunGroup, dict[str, Any] | None]:
@@ -97,13 +83,7 @@ def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     (tmp_path / "state-9.safetensors").write_bytes(b"written, but its manifest was not")
     assert load_one(tmp_path)[1]["step"] == 3  # type: ignore[index]
     assert not list(tmp_path.glob("*.partial"))
-    fit(
-        make_group([5]),
-        batches(),
-        train_config(steps=6),
-        **ARGUMENTS,
-        checkpoint_policy=CheckpointPolicy(Checkpoints(tmp_path), 5, None),
-    )
+    save_one(tmp_path, 5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "state-5.safetensors"]
 
 
@@ -160,18 +140,16 @@ def test_a_cut_file_is_refused(name: str, share: float, tmp_path: Path) -> None:
         load_one(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "\x00\xff"])
-def test_a_manifest_that_is_something_else(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*(("manifest.json", text) for text in ("[]", "{}", "\x00\xff")), ("state-3.safetensors", None)],
+)
+def test_a_file_that_is_missing_or_something_else_is_named(name: str, text: str | None, tmp_path: Path) -> None:
     save_one(tmp_path)
-    (tmp_path / "manifest.json").write_text(text, "latin-1")
-    with pytest.raises(CheckpointError, match=r"manifest.json was changed or truncated"):
-        load_one(tmp_path)
-
-
-def test_a_missing_state_file_is_named(tmp_path: Path) -> None:
-    save_one(tmp_path)
-    (tmp_path / "state-3.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"state-3.safetensors was changed or truncated"):
+    (tmp_path / name).unlink()
+    if text is not None:
+        (tmp_path / name).write_text(text, "latin-1")
+    with pytest.raises(CheckpointError, match=f"{name} was changed or truncated"):
         load_one(tmp_path)
 
 
@@ -213,14 +191,8 @@ def test_manifests_are_json_without_nan(tmp_path: Path) -> None:
     network = make_group([5, 6])
     with torch.no_grad():
         next(network.parameters())[0] = torch.nan
-    arguments: dict[str, Any] = {"diversities": [0.5, 0.5], "seeds": [5, 6]}
-    fit(
-        network,
-        batches(),
-        train_config(steps=9),
-        **arguments,
-        checkpoint_policy=CheckpointPolicy(Checkpoints(tmp_path), 8, None),
-    )
+    policy = CheckpointPolicy(Checkpoints(tmp_path), 8, None)
+    fit(network, batches(), train_config(steps=9), diversities=[0.5] * 2, seeds=[5, 6], checkpoint_policy=policy)
 
     def refuse(word: str) -> None:
         raise AssertionError(word)

@@ -7,14 +7,8 @@ from torchace.lab.training.config import TrainConfig, make_optimizer, set_learni
 
 
 def test_he_schedule() -> None:
-    config = TrainConfig(
-        steps=64000,
-        learning_rate=0.1,
-        schedule="step",
-        milestones=(32000, 48000),
-        warmup_steps=400,
-        warmup_learning_rate=0.01,
-    )
+    warmup = {"warmup_steps": 400, "warmup_learning_rate": 0.01}
+    config = TrainConfig(64000, learning_rate=0.1, schedule="step", milestones=(32000, 48000), **warmup)
     expected = {0: 0.01, 399: 0.01, 400: 0.1, 31999: 0.1, 32000: 0.01, 47999: 0.01, 48000: 0.001, 63999: 0.001}
     assert {step: config.learning_rate_at(step) for step in expected} == pytest.approx(expected)
 
@@ -31,9 +25,6 @@ def test_cosine_falls_from_the_full_rate_to_almost_none() -> None:
 def test_linear_warm_up_reaches_the_rate_with_its_last_step() -> None:
     config = TrainConfig(steps=10, learning_rate=0.4, warmup_steps=4)
     assert [config.learning_rate_at(step) for step in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
-
-
-def test_constant_without_warm_up() -> None:
     assert {TrainConfig(steps=5, learning_rate=0.3).learning_rate_at(step) for step in range(5)} == {0.3}
 
 
@@ -62,8 +53,5 @@ def test_a_learning_rate_in_a_tensor_stays_that_tensor() -> None:
 
 
 def test_weights_are_float64_only_on_request() -> None:
-    assert [TrainConfig(steps=1, precision=p).dtype for p in ("float64", "float32", "bf16")] == [
-        torch.float64,
-        torch.float32,
-        torch.float32,
-    ]
+    found = [TrainConfig(steps=1, precision=p).dtype for p in ("float64", "float32", "bf16")]
+    assert found == [torch.float64, torch.float32, torch.float32]

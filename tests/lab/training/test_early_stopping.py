@@ -84,8 +84,7 @@ def by_hand(kind: str, run: int, patience: int) -> tuple[dict[str, Tensor], int,
 
 
 @pytest.mark.parametrize(
-    ("kind", "patience"),
-    [("separate", 1), ("smoc", 3), pytest.param("trunk", 100, marks=pytest.mark.extended)],
+    ("kind", "patience"), [("separate", 1), ("smoc", 3), pytest.param("trunk", 100, marks=pytest.mark.extended)]
 )
 def test_every_run_keeps_its_best_epoch(kind: str, patience: int) -> None:
     network = group(kind, [0, 1, 2])

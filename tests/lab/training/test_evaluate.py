@@ -6,13 +6,7 @@ import torch
 from tests.lab.training.small_trainings import CLASSES, MEMBERS, batches, make_group
 from torchace.functional import disagreement
 from torchace.lab.data import chunks
-from torchace.lab.training.evaluate import (
-    MAX_CONTESTED,
-    MAX_POINTS,
-    evaluate,
-    evaluate_regression,
-    predict_logits,
-)
+from torchace.lab.training.evaluate import MAX_CONTESTED, MAX_POINTS, evaluate, evaluate_regression, predict_logits
 from torchace.metrics import EnsembleMetrics
 
 

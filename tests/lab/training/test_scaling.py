@@ -44,10 +44,7 @@ def test_learned_scales_of_inputs_start_at_one_and_learn_faster(diversity: float
     nn.functional.cross_entropy(scaled(x), y).backward()
     optimizer.step()  # the first step of Adam is lr for each parameter
     torch.testing.assert_close(
-        (rate * layer.scale - 1).abs(),
-        torch.full((4,), rate * 1e-3, dtype=torch.float64),
-        rtol=1e-3,
-        atol=0,
+        (rate * layer.scale - 1).abs(), torch.full((4,), rate * 1e-3, dtype=torch.float64), rtol=1e-3, atol=0
     )
 
 

@@ -234,15 +234,3 @@ def test_weights_must_fit_the_samples() -> None:
     kept = Split(x, y, torch.arange(8.0)).take(torch.tensor([5, 1]))
     assert kept.weight is not None
     assert kept.weight.tolist() == [5.0, 1.0]
-
-
-def test_regression_runs_of_a_group_do_not_touch_each_other() -> None:
-    x, y = samples(40, "regression")
-    data = Batches(Split(x, y), BATCH, dtype=torch.float64)
-    together = make_group([3, 4])
-    fit(together, data, train_config(task="regression"), diversities=[0.2, 0.9], seeds=[3, 4])
-    for r, (diversity, seed) in enumerate([(0.2, 3), (0.9, 4)]):
-        alone = make_group([seed])
-        fit(alone, data, train_config(task="regression"), diversities=[diversity], seeds=[seed])
-        for name, value in weights(alone, 0).items():
-            torch.testing.assert_close(weights(together, r)[name], value, rtol=0, atol=WITHIN)

@@ -19,12 +19,7 @@ from torchace.diagnosis import DiversityAdvice, advise_diversity
 from torchace.lab.data import Split
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, train_members
 from torchace.lab.tuning import grid_search
-from torchace.lab.tuning.grid_search import (
-    GridSearch,
-    TunedDiversity,
-    refine_candidates,
-    select_diversity,
-)
+from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity, refine_candidates, select_diversity
 from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem, SearchStage
 
 PLAN = MemberPlan("classification", num_members=3, hidden=(5,), epochs=6, batch_size=16, learning_rate=0.03)

@@ -86,6 +86,35 @@ def value_alone(params: Any, seeds: tuple[int, ...] = (0, 1), plan: MemberPlan =
 # -- search space -----------------------------------------------------------------------------------------------------
 
 
+def test_suggestions_stay_within_bounds() -> None:
+    bounds = {
+        "diversity": (0.1, 0.3),
+        "width": (4, 4),
+        "num_layers": (1, 2),
+        "num_members": (2, 2),
+        "batch_size": (8, 9),
+    }
+    result = found(12, space={**SPACE, **bounds}, num_seeds=1, plan=replace(PLAN, epochs=1))
+    assert len(result.trials) == 12
+    for trial in result.trials:
+        assert tuple(trial.params) == tuple(SPACE)
+        assert all(low <= trial.params[name] <= high for name, (low, high) in bounds.items())
+    assert len({trial.params["diversity"] for trial in result.trials}) == 12
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"diversity": (0.5, 1.5)}, r"Expected `diversity` in \[0, 1\], but got 1.5"),
+        ({"diversity": (0.5, 0.2)}, "`low` value must be smaller|low"),
+        ({"weight_decay": (0.0, 0.1)}, "low"),
+    ],
+)
+def test_bad_bounds(bounds: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        found(2, space={**SPACE, **bounds})
+
+
 @pytest.mark.parametrize("patience", [None, 2])
 def test_values_equal_those_of_plans_trained_alone(patience: int | None) -> None:
     plan = replace(PLAN, patience=patience)

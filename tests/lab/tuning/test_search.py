@@ -1,16 +1,10 @@
-"""The cache of a grid search: finished groups are never trained again, and a killed search resumes."""
+"""The cache of a grid search: finished groups are never trained again, and an interrupted search resumes."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
-import random
-import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +18,6 @@ from torchace._files import PARTIAL
 from torchace.lab.data import Split
 from torchace.lab.store import RunStoreError
 from torchace.lab.training.loop import Interrupted
-from torchace.lab.training.members import MemberPlan
 from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchStage
 
 __all__ = ["trainings"]  # a fixture
@@ -145,99 +138,3 @@ def test_unwritable_directories(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunStoreError, match=r"Cannot write to .*"):
         run_search(cache=SearchCache(tmp_path / "file" / "search"))
-
-
-# -- killed processes -------------------------------------------------------------------------------------------------
-
-KILLS = int(os.environ.get("TORCHACE_KILLS", "6"))
-TIMEOUT = 120.0  # seconds
-# early stopping in the middle; a state that takes about as long to write as a step
-KILLED = MemberPlan("classification", num_members=4, hidden=(64, 64), epochs=8, batch_size=16, patience=3)
-
-
-def work(directory: str) -> None:
-    """The process that is killed."""
-    torch.set_num_threads(1)
-    result = run_search(KILLED, cache=SearchCache(Path(directory) / "search", every_seconds=0))
-    (Path(directory) / "result.json").write_text(json.dumps(result.to_dict()))
-
-
-def start(directory: Path) -> BaseProcess:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=work, args=(str(directory),), daemon=True)
-    process.start()
-    return process
-
-
-def wait_until(process: BaseProcess, condition: Callable[[], bool]) -> bool:
-    """Whether the condition came true before the process ended."""
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, "the process does not get there"
-        process.join(0.0005)
-        if process.exitcode is not None:
-            return False
-    return True
-
-
-def checkpoint_files(search: Path) -> list[str]:
-    """The files of checkpoints, half-written ones too."""
-    found: list[str] = []
-    for folder in (search / "checkpoints").glob("*"):
-        try:
-            found += [f"{folder.name}/{name}" for name in os.listdir(folder)]
-        except FileNotFoundError:  # removed meanwhile
-            continue
-    return found
-
-
-def is_writing(search: Path) -> bool:
-    return any(name.endswith(PARTIAL) for name in checkpoint_files(search))
-
-
-def kill_moments(search: Path, kind: str, rng: random.Random) -> Iterator[bool]:
-    """False until the moment to kill."""
-    wanted, seen, groups = rng.randint(1, 8), set(checkpoint_files(search)), len(group_files(search))
-    began: float | None = None
-    while True:
-        new = set(checkpoint_files(search)) - seen
-        if kind == "writing":  # a later checkpoint
-            seen |= new
-            wanted -= len(new)
-            yield wanted <= 0 and is_writing(search)
-        elif kind == "finishing":  # a group
-            yield len(group_files(search)) > groups
-        else:  # any time after the first checkpoint
-            began = began or (time.monotonic() if new else None)
-            yield began is not None and time.monotonic() > began + wanted / 24
-
-
-@pytest.mark.extended
-def test_killed_search_resumes_with_the_same_result(tmp_path: Path) -> None:
-    uninterrupted = run_search(KILLED).to_dict()
-    rng, kills, torn, searches = random.Random(KILLS), 0, 0, 0
-    for attempt in range(6 * KILLS + 6):
-        enough = kills >= KILLS and torn >= KILLS // 4
-        directory = tmp_path / f"search{searches}"
-        if enough and not directory.exists():
-            break
-        directory.mkdir(exist_ok=True)
-        search = directory / "search"
-        before = group_files(search)
-        moment = kill_moments(search, ("writing", "anywhere", "writing", "finishing")[attempt % 4], rng)
-        process = start(directory)
-        if wait_until(process, lambda m=moment, e=enough: not e and next(m)):
-            process.kill()
-        process.join()
-        assert before.items() <= group_files(search).items(), "a group was trained again"
-        if process.exitcode == -signal.SIGKILL:
-            kills += 1
-            torn += is_writing(search)
-            continue
-        assert process.exitcode == 0
-        assert json.loads((directory / "result.json").read_text()) == uninterrupted
-        assert leftovers(search) == []
-        searches += 1
-    assert enough, f"{kills} killed, {torn} of them while a checkpoint was being written"
-    assert searches > 0

@@ -15,15 +15,7 @@ from torchace._figures import STYLE, FigureSpec, render_svg
 from torchace._files import write_atomic
 from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
-from torchace.lab.report.findings import (
-    Finding,
-    Headline,
-    expectation,
-    findings,
-    headline,
-    missing_runs,
-    other_gains,
-)
+from torchace.lab.report.findings import Finding, Headline, expectation, findings, headline, missing_runs, other_gains
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.gains import gain_figures, gain_table, has_many_arms, sweep_headline
 from torchace.lab.report.model_findings import (

@@ -26,14 +26,7 @@ from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
 from torchace.lab.training.checkpoint import gather_network, run_weights, shard_network, state_digest
 from torchace.lab.training.config import resolve_device
-from torchace.lab.training.distributed import (
-    RankLostError,
-    Ranks,
-    check_same,
-    connect,
-    is_launched,
-    should_report,
-)
+from torchace.lab.training.distributed import RankLostError, Ranks, check_same, connect, is_launched, should_report
 from torchace.lab.training.evaluate import compute_metrics, evaluate, predict_logits
 from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, FitResult, fit
 from torchace.lab.training.run_group import RunGroup

@@ -229,11 +229,7 @@ def evaluate_regression(predictions: Tensor, target: Tensor) -> Evaluation:
         "ambiguity": spread.square().mean().item(),  # member_mse - mse
         "members": member_mse.tolist(),
     }
-    arrays = {
-        "predicted": mean[:MAX_POINTS],
-        "observed": target[:MAX_POINTS],
-        "spread": spread[:MAX_POINTS],
-    }
+    arrays = {"predicted": mean[:MAX_POINTS], "observed": target[:MAX_POINTS], "spread": spread[:MAX_POINTS]}
     return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})
 
 

@@ -20,13 +20,7 @@ from torch.utils._pytree import tree_is_leaf, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchace.functional import average_gradients
-from torchace.nn.stacked_state import (
-    all_shared_names,
-    group_size,
-    named_tensors,
-    replace_tensors,
-    shared_names,
-)
+from torchace.nn.stacked_state import all_shared_names, group_size, named_tensors, replace_tensors, shared_names
 from torchace.nn.stacking.mode import MARK, MemberRNG, StackingError, StackingMode, expand_groups, to_members
 
 CHECKPOINT = (

@@ -198,11 +198,7 @@ class StackingMode(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        num_members: int,
-        token: int,
-        rng: ConstantRNG | MemberRNG | None = None,
-        record: list[Node] | None = None,
+        self, num_members: int, token: int, rng: ConstantRNG | MemberRNG | None = None, record: list[Node] | None = None
     ) -> None:
         super().__init__()
         self.num_members, self.token, self.rng, self.record = num_members, token, rng, record

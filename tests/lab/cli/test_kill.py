@@ -1,4 +1,4 @@
-"""`torchace fit` and `torchace tune`, killed at any moment: the repeated command ends where an uninterrupted one does.
+"""`fit`, `tune` and `run`, killed at any moment: the repeated command ends where an uninterrupted one does.
 
 `TORCHACE_KILLS` is how many processes of each command are killed, 5 unless set; half of them at a random moment, half
 right before or after a file is flushed, renamed, copied or removed.
@@ -20,6 +20,7 @@ import optuna
 import pytest
 
 from tests.lab.cli.command_line import pets, write_table
+from tests.lab.sweeps.small_sweeps import leftovers, stored_files
 from tests.lab.tables.small_fits import is_complete, read_untimed
 from tests.support.fork_server import OPERATIONS, ForkServer
 from tests.support.paused_command import CHECKPOINT
@@ -33,6 +34,22 @@ SETTINGS = ("--target", "pet", "--num-members", "3", "--hidden", "16", "--epochs
 FIT = ("fit", "pets.csv", *SETTINGS, "--out", "model")
 TUNE = ("tune", "pets.csv", *SETTINGS, "--seeds", "2", "--out", "search")
 TRIALS = ("tune", "pets.csv", "--target", "pet", "--epochs", "1", "--trials", "4", "--out", "study")
+RUN = ("run", "sweep.toml", "--out", "out")
+# Two jobs, one after the other. The state, 2 MB, takes about as long to write as a step takes to compute.
+SWEEP = """
+[model]
+hidden = [256]
+num_members = 4
+[train]
+steps = 30
+batch_size = 64
+[sweep]
+diversities = [0.0, 0.5]
+seeds = [0, 1]
+group_size = 2
+[checkpoint]
+steps = 1
+"""
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +123,7 @@ def uninterrupted(server: ForkServer, command: tuple[str, ...], folder: Path) ->
 def prepared(folder: Path) -> Path:
     folder.mkdir()
     write_table(pets(), folder / "pets.csv")
+    (folder / "sweep.toml").write_text(SWEEP)
     return folder
 
 
@@ -130,7 +148,7 @@ def test_a_killed_fit(server: ForkServer, tmp_path: Path) -> None:
             server, FIT, folder
         )  # a killed process may have put the model in place and left its working directory
         assert read_untimed(folder / "model") == read_untimed(usual.folder / "model")
-        assert sorted(path.name for path in folder.iterdir()) == ["model", "pets.csv", "stderr", "stdout"]
+        assert sorted(path.name for path in folder.iterdir()) == ["model", "pets.csv", "stderr", "stdout", "sweep.toml"]
     print(f"{kills} killed, {halfway} of them in the middle of a training; {fits} fits")
 
 
@@ -157,6 +175,24 @@ def test_a_killed_search_for_lambda(server: ForkServer, tmp_path: Path) -> None:
         assert json.loads(file.read_text()) == expected
         kills, searches = killing.kills, searches + 1
     print(f"{kills} killed; {searches} searches")
+
+
+def test_a_killed_sweep(server: ForkServer, tmp_path: Path) -> None:
+    usual = uninterrupted(server, RUN, tmp_path / "uninterrupted")
+    draw = random.Random(KILLS)
+    kills = sweeps = halfway = 0
+    while kills < KILLS:
+        folder = prepared(tmp_path / f"sweep{sweeps}")
+        killing = Killing(server, folder, RUN, usual, draw, kills)
+        done = False
+        while not done:
+            done = killing.again() if killing.kills < KILLS else finish_command(server, RUN, folder)
+            killing.check_groups(folder / "out" / "runs")
+            halfway += bool(checkpoints(folder))
+        assert leftovers(folder / "out") == []
+        assert stored_files(folder / "out") == stored_files(usual.folder / "out")
+        kills, sweeps = killing.kills, sweeps + 1
+    print(f"{kills} killed, {halfway} of them in the middle of a training; {sweeps} sweeps")
 
 
 def test_a_killed_search_of_all_hyperparameters(server: ForkServer, tmp_path: Path) -> None:
@@ -220,8 +256,12 @@ def checkpoints(folder: Path) -> set[tuple[Path, int]]:
 
 @pytest.mark.parametrize(
     ("command", "where", "result"),
-    [(FIT, "model.work", "model/manifest.json"), (TUNE, "search", "search/tune.json")],
-    ids=["fit", "tune"],
+    [
+        (FIT, "model.work", "model/manifest.json"),
+        (TUNE, "search", "search/tune.json"),
+        (RUN, "out", "out/report/index.html"),
+    ],
+    ids=["fit", "tune", "run"],
 )
 def test_stop_request(command: tuple[str, ...], where: str, result: str, server: ForkServer, tmp_path: Path) -> None:
     uninterrupted(server, command, tmp_path / "uninterrupted")
@@ -238,6 +278,8 @@ def test_stop_request(command: tuple[str, ...], where: str, result: str, server:
     assert finish_command(server, command, folder)
     if command is FIT:
         assert read_untimed(folder / "model") == read_untimed(tmp_path / "uninterrupted" / "model")
+    elif command is RUN:
+        assert stored_files(folder / "out") == stored_files(tmp_path / "uninterrupted" / "out")
     else:
         assert (folder / result).read_bytes() == (tmp_path / "uninterrupted" / result).read_bytes()
 
