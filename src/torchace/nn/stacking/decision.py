@@ -108,7 +108,8 @@ def _compare(
         output = run_stacked(together, mode, inputs, kwargs, own=own)
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
-        return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__)
+        reason = str(getattr(error, "reason", error)).split("\n")[0].rstrip(".")
+        return Decision(False, reason or type(error).__name__)
     for name in shared & gradients.keys():  # the mean of the members' gradients
         mean = torch.stack([own_gradients[name] for _, own_gradients in alone]).mean(0)
         for _, own_gradients in alone:

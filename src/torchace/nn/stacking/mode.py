@@ -157,8 +157,15 @@ WITHOUT_VMAP: set[Any] = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, tor
 MARK = "_torchace_members"
 
 
-class StackingError(Exception):
-    """The forward contains a call that cannot be computed for all members at once."""
+class StackingError(ValueError):
+    """The forward contains a call that cannot be computed for all members at once; `reason` is half a sentence."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"Expected a forward that can be computed for all members at once, but {reason}. Use Ensemble(members), or "
+            "call the ensemble before torch.compile and torch.func: it then computes members one by one."
+        )
+        self.reason = reason
 
 
 class DataDependence(TorchDispatchMode):
