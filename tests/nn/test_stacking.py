@@ -103,6 +103,32 @@ def test_dropout_masks_differ_between_members() -> None:
     assert not torch.equal(out[0], out[1])
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_with_dropout_is_computed_for_all_members_at_once(need_weights: bool) -> None:
+    class Attention(nn.MultiheadAttention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, x, x, need_weights=need_weights)[0]
+
+    member = Attention(8, 2, dropout=0.5, batch_first=True)
+    stacked = StackedEnsemble([member, copy.deepcopy(member)])
+    out = stacked(torch.randn(4, 5, 8))
+    assert stacked.explain().call_by_call, stacked.explain()
+    assert not torch.equal(out[0], out[1])  # equal weights, other masks
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, lambda h, **kw: torch.zeros_like(h).bernoulli_(**kw)])
+def test_random_numbers_of_a_members_own_generator(draw: Callable[..., torch.Tensor]) -> None:
+    class Fixed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x)
+            return h + draw(h, generator=torch.Generator().manual_seed(0))
+
+    members, x = [Fixed(4, 3) for _ in range(3)], torch.randn(5, 4)
+    stacked = StackedEnsemble(members)
+    torch.testing.assert_close(stacked(x), Ensemble(members)(x))
+    assert "draws random numbers" in stacked.explain().reason
+
+
 def test_in_place_change_of_a_shared_input_is_refused() -> None:
     members = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3)) for _ in range(3)]
     with pytest.raises(ValueError, match="changed their input in place"):

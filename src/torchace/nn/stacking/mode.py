@@ -240,7 +240,8 @@ class StackingMode(TorchFunctionMode):
         if not inputs and "input" in options:
             inputs.append(options.pop("input"))
         compute = RULES.get(func)
-        if compute is None and function_name(func) in RANDOM_NAMES:
+        random = compute is None and function_name(func) in RANDOM_NAMES
+        if random or (options and options.get("generator") is not None):
             raise StackingError(f"{function_name(func)!r} draws random numbers, which has no form for each member")
         if func not in RANDOM and not _any_stacked(inputs) and not _any_stacked(options.values()):
             self.note(func, "once")
