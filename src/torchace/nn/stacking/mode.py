@@ -153,7 +153,10 @@ RANDOM_NAMES = {  # names of all functions that draw random numbers
     *("log_normal", "multinomial", "normal", "poisson", "randint", "randint_like", "randperm", "random", "rrelu"),
     *("uniform",),
 }
-WITHOUT_VMAP: set[Any] = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu}
+# no batching rule: an attempt would stay in an exported graph
+WITHOUT_VMAP = {
+    getattr(torch._VF, f"{kind}{end}") for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")
+}
 MARK = "_torchace_members"
 
 
