@@ -672,7 +672,6 @@ NOT_STACKABLE: dict[str, tuple[Make, str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attributes self.stacked.encoder._flat_weights")
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell])
 def test_recurrent_layers_run_member_by_member(kind):
     torch.manual_seed(0)
@@ -684,8 +683,23 @@ def test_recurrent_layers_run_member_by_member(kind):
     assert_same_gradients(one, stacked)
     assert {node.how for node in stacked.explain() if node.layer == "encoder"} >= {"loop"}
     assert stacked.explain().counts()["batched"] > 0
-    exported = torch.export.export(stacked, (x,)).module()  # a failed attempt with vmap would stay in the graph
-    torch.testing.assert_close(exported(x), stacked(x), **EXACT)
+
+
+class Columns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("columns", torch.tensor([0, 2, 4]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, self.columns]
+
+
+@pytest.mark.parametrize("make", [Columns, lambda: Recurrent(nn.LSTMCell)])
+def test_functions_without_a_rule_can_be_exported(make):
+    stacked, x = StackedEnsemble([make().double() for _ in range(K)]), torch.randn(N, 6).double()
+    expected = stacked(x)
+    assert {node.how for node in stacked.explain()} & {"vmap", "loop"}
+    torch.testing.assert_close(torch.export.export(stacked, (x,)).module()(x), expected, **EXACT)
 
 
 def test_replaced_buffer():

@@ -153,7 +153,7 @@ RANDOM_NAMES = {  # names of all functions that draw random numbers
     *("log_normal", "multinomial", "normal", "poisson", "randint", "randint_like", "randperm", "random", "rrelu"),
     *("uniform",),
 }
-# no batching rule: an attempt would stay in an exported graph
+# without a batching rule
 WITHOUT_VMAP = {
     getattr(torch._VF, f"{kind}{end}") for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")
 }
@@ -290,7 +290,7 @@ class StackingMode(TorchFunctionMode):
             member_args, member_kwargs = tree_unflatten(filled, spec)
             return func(*member_args, **member_kwargs)
 
-        if func not in WITHOUT_VMAP:
+        if func not in WITHOUT_VMAP and not torch.compiler.is_exporting():  # which fails for some batching rules
             try:
                 results, result_spec = tree_flatten(vmap(compute_member, randomness="different")(*data))
                 self.note(func, "vmap")
