@@ -69,7 +69,7 @@ def make_model_with_notes(path: Path) -> None:
     (path / "notes.txt").write_text("mine")
 
 
-@pytest.mark.parametrize("make", [make_file, make_directory, Path.mkdir, make_other_manifest, make_model_with_notes])
+@pytest.mark.parametrize("make", [make_file, make_directory, make_other_manifest, make_model_with_notes])
 def test_refuses_to_replace_other_files(make: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "model"
     make(path)

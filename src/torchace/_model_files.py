@@ -38,9 +38,9 @@ def to_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def write_model(path: StrPath, manifest: Json, weights: bytes) -> None:
-    """Write a model directory under a temporary name and rename it; a model at `path` is replaced."""
+    """Write a model directory under a temporary name and rename it; a model or an empty directory is replaced."""
     path = Path(os.path.realpath(path))
-    if os.path.lexists(path) and not _is_model(path):
+    if os.path.lexists(path) and not _is_replaceable(path):
         raise ModelFileError(f"{path} exists and is not a model, so it is kept; remove it or choose another path.")
     header = {"format": FORMAT, "format_version": FORMAT_VERSION}
     content = with_checksum({**header, **manifest, "weights_sha256": hashlib.sha256(weights).hexdigest()})
@@ -66,10 +66,11 @@ def write_model(path: StrPath, manifest: Json, weights: bytes) -> None:
             shutil.rmtree(rest, ignore_errors=True)
 
 
-def _is_model(path: Path) -> bool:
-    """Whether a directory holds a model of any version and nothing else."""
-    if not path.is_dir() or set(os.listdir(path)) != {MANIFEST, WEIGHTS}:
-        return False
+def _is_replaceable(path: Path) -> bool:
+    """Whether a directory is empty, or holds a model of any version and nothing else."""
+    names = set(os.listdir(path)) if path.is_dir() else None
+    if names != {MANIFEST, WEIGHTS}:
+        return names == set()
     try:
         manifest = read_json(path / MANIFEST)
     except (OSError, ValueError):

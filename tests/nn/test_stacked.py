@@ -632,12 +632,13 @@ def test_members_of_different_architectures_are_refused(name):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
-        self.encoder = kind(6, 5, batch_first=True)
+        self.encoder = kind(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x)[0][:, -1]
+        out = self.encoder(x)
+        return (out[0] if isinstance(out, tuple) else out)[:, -1]
 
 
 class Undecided(nn.Module):
@@ -671,7 +672,7 @@ NOT_STACKABLE: dict[str, tuple[Make, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell])
 def test_recurrent_layers_run_member_by_member(kind):
     torch.manual_seed(0)
     one, stacked = pair(lambda: Recurrent(kind))
@@ -682,6 +683,23 @@ def test_recurrent_layers_run_member_by_member(kind):
     assert_same_gradients(one, stacked)
     assert {node.how for node in stacked.explain() if node.layer == "encoder"} >= {"loop"}
     assert stacked.explain().counts()["batched"] > 0
+
+
+class Columns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("columns", torch.tensor([0, 2, 4]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, self.columns]
+
+
+@pytest.mark.parametrize("make", [Columns, lambda: Recurrent(nn.LSTMCell)])
+def test_functions_without_a_rule_can_be_exported(make):
+    stacked, x = StackedEnsemble([make().double() for _ in range(K)]), torch.randn(N, 6).double()
+    expected = stacked(x)
+    assert {node.how for node in stacked.explain()} & {"vmap", "loop"}
+    torch.testing.assert_close(torch.export.export(stacked, (x,)).module()(x), expected, **EXACT)
 
 
 def test_replaced_buffer():

@@ -103,15 +103,70 @@ def test_dropout_masks_differ_between_members() -> None:
     assert not torch.equal(out[0], out[1])
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_with_dropout_is_computed_for_all_members_at_once(need_weights: bool) -> None:
+    class Attention(nn.MultiheadAttention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, x, x, need_weights=need_weights)[0]
+
+    member = Attention(8, 2, dropout=0.5, batch_first=True)
+    stacked = StackedEnsemble([member, copy.deepcopy(member)])
+    out = stacked(torch.randn(4, 5, 8))
+    assert stacked.explain().call_by_call, stacked.explain()
+    assert not torch.equal(out[0], out[1])  # equal weights, other masks
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, lambda h, **kw: torch.zeros_like(h).bernoulli_(**kw)])
+def test_random_numbers_of_a_members_own_generator(draw: Callable[..., torch.Tensor]) -> None:
+    class Fixed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x)
+            return h + draw(h, generator=torch.Generator().manual_seed(0))
+
+    members, x = [Fixed(4, 3) for _ in range(3)], torch.randn(5, 4)
+    stacked = StackedEnsemble(members)
+    torch.testing.assert_close(stacked(x), Ensemble(members)(x))
+    assert "draws random numbers" in stacked.explain().reason
+
+
 def test_in_place_change_of_a_shared_input_is_refused() -> None:
     members = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3)) for _ in range(3)]
     with pytest.raises(ValueError, match="changed their input in place"):
         StackedEnsemble(members)(torch.randn(5, 4))
 
 
-def test_empty_batch() -> None:
-    members = [nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 4)) for _ in range(2)]
-    assert StackedEnsemble(members)(torch.rand(0, 1, 6, 6)).shape == (2, 0, 4)
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 4)), (1, 6, 6)),
+        (lambda: nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Linear(4, 4)), (5, 4)),
+    ],
+)
+def test_empty_batch(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    members = [make() for _ in range(2)]
+    stacked = StackedEnsemble(members)
+    for count in (2, 0):
+        x = torch.rand(count, *shape)
+        assert stacked(x).shape == (2, *members[0](x).shape)
+    assert StackedEnsemble(members)(x).shape == (2, *members[0](x).shape)
+
+
+def test_a_forward_that_first_depends_on_data_at_a_later_call_or_under_a_transform() -> None:
+    class Flagged(nn.Linear):
+        def forward(self, x: torch.Tensor, flag: bool = False) -> torch.Tensor:
+            h = super().forward(x)
+            return 2 * h if flag and h.sum() > 0 else h
+
+    members, x = [Flagged(4, 3) for _ in range(3)], torch.randn(5, 4)
+    stacked = StackedEnsemble(members)
+    stacked(x)
+    match = (
+        r"Expected a forward .* data-dependent, .* Use Ensemble\(members\), or call the ensemble before torch\.compile"
+    )
+    with pytest.raises(ValueError, match=match):
+        stacked(x, flag=True)
+    with pytest.raises(ValueError, match=match):
+        torch.func.vmap(lambda x: StackedEnsemble(members)(x, flag=True))(torch.randn(2, 5, 4))
 
 
 class _Noisy(nn.Module):

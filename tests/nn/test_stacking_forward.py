@@ -19,6 +19,7 @@ from tests.nn.test_stacked import assert_same_gradients, assert_same_state
 from torchace.functional import amended_cross_entropy
 from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble, adapt
 from torchace.nn import stacked as stacked_module
+from torchace.nn.stacking import MemberRNG
 
 K, N, CLASSES = 3, 8, 4
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64; batched products add in another order
@@ -67,9 +68,12 @@ def test_dropout_inside_checkpointing_has_the_same_masks_in_the_recomputation():
     member.body = nn.Sequential(nn.Linear(6, CLASSES).double(), nn.Dropout(0.5))
     member.fc = nn.Identity()
     stacked = StackedEnsemble([member, copy.deepcopy(member)])
-    logits = stacked(torch.ones(N, 6).double())
-    gradient = torch.autograd.grad(logits.sum(), stacked.stacked.body[0].bias)[0]
-    torch.testing.assert_close(gradient, 2.0 * (logits != 0).double().sum(1), **EXACT)  # 2: a mask is 0 or 1 / (1 - p)
+    for rng in (None, MemberRNG(torch.tensor([7]), torch.arange(2), torch.tensor(0))):
+        logits = stacked.compute([torch.ones(N, 6).double()], {}, own=False, rng=rng)
+        for _ in range(2):  # the second backward through a retained graph recomputes again
+            gradient = torch.autograd.grad(logits.sum(), stacked.stacked.body[0].bias, retain_graph=True)[0]
+            expected = 2.0 * (logits != 0).double().sum(1)  # 2: a mask is 0 or 1 / (1 - p)
+            torch.testing.assert_close(gradient, expected, **EXACT)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -51,6 +51,13 @@ def change_version(file: Path, version: int) -> None:
     file.write_text(file.read_text().replace('"format_version": 2', f'"format_version": {version}'))
 
 
+def rewrite_manifest(path: Path, **values: Any) -> None:
+    """Change values in a manifest, with its checksum."""
+    content = json.loads((path / "manifest.json").read_text()) | values
+    del content["sha256"]
+    (path / "manifest.json").write_text(json.dumps(with_checksum(content)))
+
+
 MANIFESTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (Path.unlink, "There is no model"),
     "flipped": (lambda file: flip(file, 200), "altered|not valid JSON"),
@@ -101,11 +108,17 @@ def test_refuses_a_pickle_with_a_matching_checksum(
 ) -> None:
     file = saved[0] / "weights.safetensors"
     make(file)
-    content = json.loads((saved[0] / "manifest.json").read_text())
-    del content["sha256"]
-    content["weights_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    (saved[0] / "manifest.json").write_text(json.dumps(with_checksum(content)))
+    rewrite_manifest(saved[0], weights_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
     load_error(saved[0], "not a valid safetensors file")
+
+
+@pytest.mark.parametrize("values", [{"link": "logit"}, {"member_weights": [0.9, 0.9]}, {"architecture": {}}])
+def test_refuses_invalid_values_with_a_matching_checksum(
+    values: dict[str, Any], saved: tuple[Path, EnsembleModule]
+) -> None:
+    rewrite_manifest(saved[0], **values)
+    with pytest.raises(ModelFileError, match="does not fit its weights"):
+        load_model(saved[0])
 
 
 def test_refuses_places_without_a_model(tmp_path: Path) -> None:
@@ -139,3 +152,8 @@ def test_weights_are_not_cast_silently(tmp_path: Path) -> None:
     save_model(tmp_path / "model", Ensemble([nn.Linear(4, 2).double()]))
     with pytest.raises(ModelFileError, match=r"float64 in the file and torch.float32 in the module"):
         load_weights(Ensemble([nn.Linear(4, 2)]), tmp_path / "model")
+
+
+def test_an_empty_directory_is_replaced(tmp_path: Path) -> None:
+    save_model(tmp_path, Ensemble([nn.Linear(4, 2)]), diversity=0.25)
+    assert load_weights(Ensemble([nn.Linear(4, 2)]), tmp_path)["diversity"] == 0.25

@@ -32,9 +32,9 @@ def save_model(
 ) -> None:
     """Save an ensemble as a directory of `weights.safetensors` and `manifest.json`.
 
-    A model at `path` is replaced once the new one is complete; anything else there is an error. `load_model` can
-    rebuild unmodified networks of `torchace.models`; other ensembles are saved as weights for `load_weights`. Frozen
-    parameters and training mode are not recorded.
+    A model or an empty directory at `path` is replaced once the new one is complete; anything else there is an error.
+    `load_model` can rebuild unmodified networks of `torchace.models`; other ensembles are saved as weights for
+    `load_weights`. Frozen parameters and training mode are not recorded.
 
     Args:
         path: The directory.
@@ -121,12 +121,12 @@ def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
     try:
         plain = rebuild(manifest["kind"], manifest["architecture"], manifest["num_members"], manifest["link"])
         plain.load_state_dict(tensors, assign=True)
+        is_stacked = manifest["kind"] == "stacked"
+        ensemble = StackedEnsemble(plain.members, link=plain.link) if is_stacked else plain  # type: ignore[arg-type]
+        ensemble.set_member_weights(manifest["member_weights"])
     except Exception as error:  # a manifest may describe anything
         problem = f"The description of the ensemble in {path} does not fit its weights"
         raise ModelFileError(f"{problem}; {files.REPAIR}.") from error
-    is_stacked = manifest["kind"] == "stacked"
-    ensemble = StackedEnsemble(plain.members, link=plain.link) if is_stacked else plain  # type: ignore[arg-type]
-    ensemble.set_member_weights(manifest["member_weights"])
     ensemble.manifest = manifest  # type: ignore[assignment]  # nn.Module takes any attribute, its stub does not
     return ensemble.eval()
 

@@ -70,6 +70,7 @@ def _architecture(network: nn.Module) -> Any:
 def rebuild(kind: str, spec: Json, num_members: int, link: str) -> EnsembleModule:
     """Build the described ensemble on the meta device, where it takes no memory and draws no random numbers."""
     options = dict(spec)
+    _checks.check_choice(link, "link", _checks.LINKS)
     with torch.device("meta"):
         if kind in ("ensemble", "stacked"):
             trunk = None if spec["trunk"] is None else build(spec["trunk"])

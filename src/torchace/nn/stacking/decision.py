@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchace.nn.stacked_state import all_shared_names, group_size, take_members
 from torchace.nn.stacking.forward import handle_checkpointing, open_output, run_stacked, track_layers
 from torchace.nn.stacking.mode import FIRST, RANDOM, RULES, ConstantRNG, Node, Stacked, StackingMode
+from torchace.nn.stacking.random_rules import BODIES
 
 HEADER = Node("layer", "function", "computed")
 
@@ -108,7 +109,8 @@ def _compare(
         output = run_stacked(together, mode, inputs, kwargs, own=own)
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
-        return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__)
+        reason = str(getattr(error, "reason", error)).split("\n")[0].rstrip(".")
+        return Decision(False, reason or type(error).__name__)
     for name in shared & gradients.keys():  # the mean of the members' gradients
         mean = torch.stack([own_gradients[name] for _, own_gradients in alone]).mean(0)
         for _, own_gradients in alone:
@@ -189,8 +191,13 @@ class _ConstantRandomness(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        random = func in RANDOM or (func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0) > 0)
-        if func is Tensor.bernoulli_:
+        if func in BODIES:
+            with self:
+                return BODIES[func](*args, **kwargs)
+        random = func in RANDOM and kwargs.get("generator") is None
+        if func is F.scaled_dot_product_attention:
+            random = (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0)) > 0
+        if func is Tensor.bernoulli_ and kwargs.get("generator") is None:
             RULES[func](self.mode, func, Stacked(args[0][None]), *args[1:], **kwargs)
             return args[0]
         if not random:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -220,15 +220,14 @@ def handle_checkpointing(mode: TorchFunctionMode | None, module: nn.Module | Non
     def start_in_mode(function: Any, preserve: bool, context_fn: Any, *rest: Any, **kwargs: Any) -> Any:
         if module is not None and not tensors:
             tensors.update(named_tensors(module))
-        again: Any = copy.copy(mode)
-        if isinstance(again, StackingMode):
-            again.rng = copy.copy(again.rng)  # the recomputation draws the same numbers
-
+        start = _copy_mode(mode)
         marks = [getattr(value, MARK, None) for value in (*rest, *kwargs.values())]
 
         def contexts() -> tuple[Any, Any]:
             forward, recompute = context_fn()
-            return forward, _enter(recompute, replace_tensors(module, tensors) if module else nullcontext(), again)
+            return forward, _Recomputation(
+                lambda: (recompute, replace_tensors(module, tensors) if module else nullcontext(), _copy_mode(start))
+            )
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             values = (*args, *kwargs.values())
@@ -246,12 +245,26 @@ def handle_checkpointing(mode: TorchFunctionMode | None, module: nn.Module | Non
         _local.start = before
 
 
-@contextmanager
-def _enter(*contexts: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+class _Recomputation:
+    """Contexts that are made anew at every entry: each backward through a retained graph recomputes."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self.make, self.entered = make, ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self.make():
+            self.entered.enter_context(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self.entered.__exit__(*error)
+
+
+def _copy_mode(mode: Any) -> Any:
+    """Return a copy that draws the same random numbers as the mode from here on."""
+    copied = copy.copy(mode)
+    if isinstance(copied, StackingMode):
+        copied.rng = copy.copy(copied.rng)
+    return copied
 
 
 def _raise_checkpoint_error(*_: Any, **__: Any) -> Any:

@@ -71,7 +71,7 @@ def _group_linear(stacking: StackingMode, input: Any, weight: Stacked, bias: Any
     w = weight.data
     x = to_first(input, stacking.num_members) if isinstance(input, Stacked) else input[None]
     x = expand_groups(x, len(w)) if len(x) < len(w) else x
-    out = (x.reshape(len(w), -1, x.shape[-1]) @ w.mT).view(*x.shape[:-1], -1)
+    out = (x.reshape(len(w), -1, x.shape[-1]) @ w.mT).view(*x.shape[:-1], w.shape[1])
     if bias is None:
         return Stacked(out)
     b = bias.data if isinstance(bias, Stacked) else bias[None]
@@ -108,7 +108,7 @@ def _linear(stacking: StackingMode, func: Func, input: Any, weight: Any, bias: A
     x = to_members(input, count)
     rows = x.reshape(count, -1, x.shape[-1])
     out = rows @ w.mT if b is None else torch.baddbmm(b.unsqueeze(1), rows, w.mT)
-    return Stacked(out.view(count, *x.shape[1:-1], -1))
+    return Stacked(out.view(count, *x.shape[1:-1], out.shape[-1]))
 
 
 @rule(*functions("matmul", "bmm", "mm", "mv"), Tensor.__matmul__, Tensor.__rmatmul__)

@@ -153,12 +153,22 @@ RANDOM_NAMES = {  # names of all functions that draw random numbers
     *("log_normal", "multinomial", "normal", "poisson", "randint", "randint_like", "randperm", "random", "rrelu"),
     *("uniform",),
 }
-WITHOUT_VMAP: set[Any] = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu}
+# without a batching rule
+WITHOUT_VMAP = {
+    getattr(torch._VF, f"{kind}{end}") for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")
+}
 MARK = "_torchace_members"
 
 
-class StackingError(Exception):
-    """The forward contains a call that cannot be computed for all members at once."""
+class StackingError(ValueError):
+    """The forward contains a call that cannot be computed for all members at once; `reason` is half a sentence."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"Expected a forward that can be computed for all members at once, but {reason}. Use Ensemble(members), or "
+            "call the ensemble before torch.compile and torch.func: it then computes members one by one."
+        )
+        self.reason = reason
 
 
 class DataDependence(TorchDispatchMode):
@@ -229,7 +239,8 @@ class StackingMode(TorchFunctionMode):
         if not inputs and "input" in options:
             inputs.append(options.pop("input"))
         compute = RULES.get(func)
-        if compute is None and function_name(func) in RANDOM_NAMES:
+        random = compute is None and function_name(func) in RANDOM_NAMES
+        if random or (options and options.get("generator") is not None):
             raise StackingError(f"{function_name(func)!r} draws random numbers, which has no form for each member")
         if func not in RANDOM and not _any_stacked(inputs) and not _any_stacked(options.values()):
             self.note(func, "once")
@@ -275,7 +286,7 @@ class StackingMode(TorchFunctionMode):
             member_args, member_kwargs = tree_unflatten(filled, spec)
             return func(*member_args, **member_kwargs)
 
-        if func not in WITHOUT_VMAP:
+        if func not in WITHOUT_VMAP and not torch.compiler.is_exporting():  # which fails for some batching rules
             try:
                 results, result_spec = tree_flatten(vmap(compute_member, randomness="different")(*data))
                 self.note(func, "vmap")

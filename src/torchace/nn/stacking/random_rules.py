@@ -161,15 +161,11 @@ def _without_overrides(func: Any) -> Any:
     return body
 
 
-def _follow_body(func: Any) -> Rule:
-    """Return a rule that follows the body of a PyTorch function written in Python."""
-    body = _without_overrides(func)
-
-    def compute(stacking: StackingMode, func: Func, *args: Any, **kwargs: Any) -> Any:
-        with stacking:
-            return body(*stacking.to_tensors(args), **stacking.to_tensors(kwargs))
-
-    return compute
+# functions written in Python, by whose body the mode computes them
+BODIES = {func: _without_overrides(func) for func in (F.multi_head_attention_forward,)}
 
 
-rule(F.multi_head_attention_forward)(_follow_body(F.multi_head_attention_forward))
+@rule(*BODIES)
+def _follow_body(stacking: StackingMode, func: Func, *args: Any, **kwargs: Any) -> Any:
+    with stacking:
+        return BODIES[func](*stacking.to_tensors(args), **stacking.to_tensors(kwargs))
