@@ -145,8 +145,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[Any, NDArray[Any]]:
         samples, labels = read_inputs_and_targets(self, X, y, reset=reset, multi_output=True)
-        labels = cast(Any, labels).toarray() if issparse(labels) else labels
-        check_labels(labels)
+        labels = check_labels(cast(Any, labels).toarray() if issparse(labels) else labels)
         is_multilabel = type_of_target(labels) == "multilabel-indicator"
         return samples, labels if is_multilabel else column_or_1d(labels, warn=True)
 

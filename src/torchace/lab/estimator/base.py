@@ -133,7 +133,9 @@ class Estimator(FittedEstimator):
             self.oof_predictions_ = self._squeeze(predictions)
             if self._task == "regression":
                 targets = self._encode_targets(y[used])
-                self._residuals = residuals_by_fold(targets, predictions[used], held_out.folds, NUM_FOLDS)
+                shares = np.ones(len(targets)) if weight is None else weight[used]
+                folds = (held_out.folds, NUM_FOLDS, shares)
+                self._residuals = residuals_by_fold(targets, predictions[used], *folds)
         self._state = TrainingState(seed, plan).add(samples)
 
     def _stopping(self, plan: MemberPlan, samples: Split, blocks: Tensor | None, seed: int) -> dict[str, Any]:
@@ -280,8 +282,8 @@ class Estimator(FittedEstimator):
             seen, codes = np.unique(y, return_inverse=True)  # partial_fit may see some classes only
             options = {} if weight is None or class_weight != "balanced" else {"sample_weight": weight}
             scale = compute_class_weight(class_weight, classes=seen, y=y, **options)[codes]
-            if not (scale >= 0).all():
-                raise ValueError(f"Expected `class_weight` with weights of at least 0, but got {class_weight}.")
+            if not ((scale >= 0) & (scale < np.inf)).all():
+                raise ValueError(f"Expected `class_weight` with finite weights of at least 0, but got {class_weight}.")
             weight = scale if weight is None else scale * weight
         if weight is not None and not (weight > 0).any():
             raise ValueError(

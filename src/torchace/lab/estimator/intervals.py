@@ -8,21 +8,32 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from torchace.lab.data.encoding import weighted_quantiles
+
 MAX_RESIDUALS = 1000  # kept of a fold: evenly spaced order statistics
 CHUNK_VALUES = 1 << 22
 
 
 def residuals_by_fold(
-    y: NDArray[np.float64], predictions: NDArray[np.float64], folds: NDArray[np.int64], num_folds: int
+    y: NDArray[np.float64],
+    predictions: NDArray[np.float64],
+    folds: NDArray[np.int64],
+    num_folds: int,
+    weight: NDArray[np.float64],
 ) -> list[NDArray[np.float64]]:
-    """Absolute out-of-fold residuals of each fold, `(n, M)`, sorted; targets and predictions are `(N, M)`."""
+    """Absolute out-of-fold residuals of each fold, `(n, M)`, sorted; targets and predictions are `(N, M)`.
+
+    A weight `(N,)` counts as repeats of a sample: a fold has residuals in proportion to its weight.
+    """
     found = []
+    residuals, known = np.abs(y - predictions), ~np.isnan(predictions).any(1)
     for fold in range(num_folds):
-        rows = (folds == fold) & ~np.isnan(predictions).any(1)
-        residuals = np.sort(np.abs(y[rows] - predictions[rows]), axis=0)
-        if len(residuals) > MAX_RESIDUALS:
-            residuals = residuals[np.linspace(0, len(residuals) - 1, MAX_RESIDUALS).round().astype(np.int64)]
-        found.append(residuals)
+        rows = known & (folds == fold)
+        if rows.any():
+            count = max(1, round(weight[rows].sum() / weight.mean()))
+            shares = np.linspace(1 / count, 1, min(count, MAX_RESIDUALS))
+            columns = [weighted_quantiles(values, weight[rows], shares) for values in residuals[rows].T]
+        found.append(np.stack(columns, 1) if rows.any() else residuals[rows])
     return found
 
 
