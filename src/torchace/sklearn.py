@@ -244,7 +244,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         if self._residuals is None:
             raise ValueError(
                 "Expected out-of-fold residuals for an interval, but training left out no folds. Train with "
-                "early_stopping='folds'."
+                "members='separate' and early_stopping='folds'."
             )
         groups = [range(fold, self.ensemble_.num_members, NUM_FOLDS) for fold in range(len(self._residuals))]
         functions = [partial(lambda group, p: p[list(group)].mean(0), group) for group in groups if group]

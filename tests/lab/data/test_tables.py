@@ -91,6 +91,13 @@ def test_long_texts(tmp_path, mark):
     assert read_table(tmp_path / "t.csv")["a"].str.len().tolist() == [250_000]
 
 
+def test_a_byte_order_mark_within_a_cell(tmp_path):
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n\ufeff3,4\n", encoding="utf-8")
+    for rows in (1, 2):
+        cells = [cell for chunk in iterate_table(tmp_path / "t.csv", rows=rows) for cell in chunk["a"]]
+        assert cells == ["1", "\ufeff3"]
+
+
 def test_decimal_commas_between_commas_make_no_row_names(tmp_path):
     """Row names differ from each other; a number cut in two would shift all columns."""
     (tmp_path / "t.csv").write_text("price,town\n1,5,Ulm\n1,7,Rome\n2,5,Ulm\n")

@@ -119,7 +119,7 @@ def _parse_regular(text: str, names: list[str], delimiter: str) -> DataFrame | N
         rest = "\n" + re.sub(rf'"(?<!{other}")[^"]*+(?:""[^"]*+)*+"(?!{other})', "", text)
         if '"' in rest or any(f"{mark} " in rest for mark in (delimiter, "\n", "\r")):  # spaces are layout there
             return None
-    data, kind = text.encode(), pa.large_string()
+    data, kind = b"\xef\xbb\xbf" + text.encode(), pa.large_string()  # pyarrow removes a mark, but none of the cells
     try:
         table = pa_csv.read_csv(
             pa.BufferReader(data),

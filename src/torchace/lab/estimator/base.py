@@ -20,7 +20,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.validation import _check_sample_weight, check_consistent_length, check_is_fitted
 from torch import Tensor, nn
 
-from torchace._checks import check_choice
+from torchace._checks import check_choice, check_count
 from torchace.lab.data import Split, hashed_key
 from torchace.lab.data.errors import quote
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, assign_folds, hold_out, number_blocks
@@ -358,6 +358,7 @@ class Estimator(FittedEstimator):
             random_state: An int for reproducible results.
         """
         check_is_fitted(self)
+        check_count(n_repeats, "n_repeats")
         table, y = self._validate(X, y, reset=False)
         raw, target = raw_matrix(self._encoding, table), torch.from_numpy(self._encode_targets(y))
         means = permutation_importances(self, raw, target, n_repeats, check_random_state(random_state))

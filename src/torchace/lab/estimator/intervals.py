@@ -40,7 +40,7 @@ def residuals_by_fold(
 def cv_plus_interval(
     predictions: Sequence[NDArray[np.float64]], residuals: Sequence[NDArray[np.float64]], coverage: float
 ) -> NDArray[np.float64]:
-    """Lower and upper limits, `(N, M, 2)`.
+    """Lower and upper limits, `(N, M, 2)`; those of a small coverage are exchanged where they cross.
 
     Args:
         predictions: Of each fold, by the members that left it out, `(N, M)`.
@@ -62,4 +62,4 @@ def cv_plus_interval(
         high = np.concatenate([p[part, None] + r for p, r in used], axis=1)
         limits[part, :, 0] = np.partition(low, rank - 1, axis=1)[:, rank - 1]
         limits[part, :, 1] = np.partition(high, total - rank, axis=1)[:, total - rank]
-    return limits
+    return np.sort(limits, axis=2)
