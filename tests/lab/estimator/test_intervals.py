@@ -38,7 +38,7 @@ def test_residuals_are_sorted_by_fold_and_thinned() -> None:
     y, folds = draw.normal(size=(5000, 1)), np.arange(5000) % 2
     predictions = np.zeros_like(y)
     predictions[:10] = np.nan  # not left out by any member
-    even, odd, none = residuals_by_fold(y, predictions, folds, 3, np.ones(5000))
+    even, odd, none = residuals_by_fold(y, predictions, folds, 3)
     assert (len(even), len(odd), len(none)) == (1000, 1000, 0)
     whole = np.sort(np.abs(y[10::2]), axis=0)
     assert (even[0], even[-1]) == (whole[0], whole[-1])
@@ -49,7 +49,7 @@ def test_weights_count_as_repeated_residuals() -> None:
     draw = np.random.default_rng(0)
     y, folds, weight = draw.normal(size=(60, 2)), np.arange(60) % 3, draw.integers(1, 4, 60)
     again = np.repeat(np.arange(60), weight)
-    repeated = residuals_by_fold(y[again], 0 * y[again], folds[again], 3, np.ones(len(again)))
+    repeated = residuals_by_fold(y[again], 0 * y[again], folds[again], 3)
     found = residuals_by_fold(y, 0 * y, folds, 3, weight * 0.1)  # on any scale
     assert sum(map(len, found)) == pytest.approx(60, abs=1)
     for few, many in zip(found, repeated, strict=True):

@@ -132,10 +132,8 @@ class Estimator(FittedEstimator):
             predictions = held_out.expand(used)
             self.oof_predictions_ = self._squeeze(predictions)
             if self._task == "regression":
-                targets = self._encode_targets(y[used])
-                shares = np.ones(len(targets)) if weight is None else weight[used]
-                folds = (held_out.folds, NUM_FOLDS, shares)
-                self._residuals = residuals_by_fold(targets, predictions[used], *folds)
+                rows = (self._encode_targets(y[used]), predictions[used], held_out.folds)
+                self._residuals = residuals_by_fold(*rows, NUM_FOLDS, None if weight is None else weight[used])
         self._state = TrainingState(seed, plan).add(samples)
 
     def _stopping(self, plan: MemberPlan, samples: Split, blocks: Tensor | None, seed: int) -> dict[str, Any]:

@@ -19,13 +19,13 @@ def residuals_by_fold(
     predictions: NDArray[np.float64],
     folds: NDArray[np.int64],
     num_folds: int,
-    weight: NDArray[np.float64],
+    weight: NDArray[np.float64] | None = None,
 ) -> list[NDArray[np.float64]]:
     """Absolute out-of-fold residuals of each fold, `(n, M)`, sorted; targets and predictions are `(N, M)`.
 
     A weight `(N,)` counts as repeats of a sample: a fold has residuals in proportion to its weight.
     """
-    found = []
+    found, weight = [], np.ones(len(y)) if weight is None else weight
     residuals, known = np.abs(y - predictions), ~np.isnan(predictions).any(1)
     for fold in range(num_folds):
         rows = known & (folds == fold)
