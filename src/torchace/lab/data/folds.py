@@ -87,8 +87,8 @@ def hold_out(blocks: Tensor, y: Tensor, fraction: float, *, seed: int, weight: T
     held_out = places < min(limit, int(places.max()))  # one block is left, too
     if not held_out.any():
         raise ValueError(
-            f"Expected enough different samples or groups to hold some out, but got {len(blocks.unique())}. Give more, "
-            "or use early_stopping=False and a number for `diversity`."
+            "Expected several samples or groups to hold some out, but got one sample or group, or one with nearly all "
+            "the weight. Give more, or use early_stopping=False and a number for `diversity`."
         )
     return held_out
 

@@ -90,8 +90,7 @@ class Estimator(FittedEstimator):
                 float64 is trained in float64.
             y: Targets `(N,)`.
             sample_weight: Weight of each sample, `(N,)`; 0 leaves it out.
-            groups: Labels `(N,)`; samples of one group are in one fold, such as the visits of one patient, and are
-                never split by a hold-out.
+            groups: Labels `(N,)`; folds and hold-outs split no group of samples, such as the visits of one patient.
         """
         with self._replace_when_done() as new:
             new._fit(X, y, sample_weight, groups)
@@ -142,8 +141,8 @@ class Estimator(FittedEstimator):
             return {"samples": samples}
         if self.early_stopping == "folds" and len(samples) < NUM_FOLDS:
             raise ValueError(
-                f"Expected at least {NUM_FOLDS} samples for early_stopping='folds', but got {len(samples)}. Give more, "
-                "or use early_stopping=False."
+                f"Expected at least {NUM_FOLDS} samples for early_stopping='folds', but got n_samples={len(samples)}. "
+                "Give more, or use early_stopping=False."
             )
         # λ > 0 fits the ensemble as a whole, and a fifth of the members says little about it
         on_folds = self.early_stopping == "folds" or (self.early_stopping == "auto" and self.diversity_ == 0)
@@ -277,9 +276,11 @@ class Estimator(FittedEstimator):
         if class_weight is not None:
             if self._task == "multilabel":
                 raise ValueError("Expected `class_weight=None` with several labels per sample. Use `sample_weight`.")
-            seen, codes = np.unique(y, return_inverse=True)  # partial_fit may see some classes only
-            options = {} if weight is None or class_weight != "balanced" else {"sample_weight": weight}
-            scale = compute_class_weight(class_weight, classes=seen, y=y, **options)[codes]
+            used = np.ones(len(y), dtype=bool) if weight is None else weight > 0
+            seen, codes = np.unique(y[used], return_inverse=True)  # partial_fit may see some classes only
+            options = {} if weight is None or class_weight != "balanced" else {"sample_weight": weight[used]}
+            scale = np.zeros(len(y))
+            scale[used] = compute_class_weight(class_weight, classes=seen, y=y[used], **options)[codes]
             if not ((scale >= 0) & (scale < np.inf)).all():
                 raise ValueError(f"Expected `class_weight` with finite weights of at least 0, but got {class_weight}.")
             weight = scale if weight is None else scale * weight
