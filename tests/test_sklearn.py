@@ -294,6 +294,13 @@ def test_class_weights_are_sample_weights() -> None:
     assert balanced.predict_proba(X)[:, 1].mean() > plain.predict_proba(X)[:, 1].mean() + 0.05
 
 
+def test_balanced_classes_may_be_left_out_by_weights() -> None:
+    weight = (IRIS_Y > 0).astype(float)
+    left_out = small(class_weight="balanced").fit(IRIS_X, IRIS_Y, sample_weight=weight)
+    unweighted = small().fit(IRIS_X, IRIS_Y, sample_weight=weight)
+    np.testing.assert_allclose(left_out.predict_proba(IRIS_X), unweighted.predict_proba(IRIS_X), rtol=0, atol=1e-9)
+
+
 def test_class_weights_with_keys_of_numpy_are_saved(tmp_path: Path) -> None:
     weights = {label: 1.0 + label for label in np.unique(IRIS_Y)}
     small(epochs=1, class_weight=weights).fit(IRIS_X, IRIS_Y).save(tmp_path / "model")
@@ -403,7 +410,7 @@ def test_bad_targets() -> None:
         small(diversity="auto").partial_fit(IRIS_X, IRIS_Y)
     with pytest.raises(ValueError, match=r"above 0|at least one non-zero"):
         small().fit(IRIS_X, IRIS_Y, sample_weight=np.zeros(150))
-    with pytest.raises(ValueError, match="to hold some out, but got 1"):
+    with pytest.raises(ValueError, match="to hold some out, but got one"):
         small(diversity="auto").fit([[0.0], [1.0]], [0, 1])
 
 

@@ -141,8 +141,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[Any, NDArray[Any]]:
         samples, labels = read_inputs_and_targets(self, X, y, reset=reset, multi_output=True)
-        labels = cast(Any, labels).toarray() if issparse(labels) else labels
-        check_labels(labels)
+        labels = check_labels(cast(Any, labels).toarray() if issparse(labels) else labels)
         is_multilabel = type_of_target(labels) == "multilabel-indicator"
         return samples, labels if is_multilabel else column_or_1d(labels, warn=True)
 
@@ -241,7 +240,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         if self._residuals is None:
             raise ValueError(
                 "Expected out-of-fold residuals for an interval, but training left out no folds. Train with "
-                "early_stopping='folds'."
+                "members='separate' and early_stopping='folds'."
             )
         groups = [range(fold, self.ensemble_.num_members, NUM_FOLDS) for fold in range(len(self._residuals))]
         functions = [partial(lambda group, p: p[list(group)].mean(0), group) for group in groups if group]

@@ -84,6 +84,20 @@ def test_columns_without_a_name(tmp_path, text, names):
     assert frame["b"].tolist() in (["6", "8"], ["2", "4"])
 
 
+@pytest.mark.parametrize("mark", ["", '"'])
+def test_long_texts(tmp_path, mark):
+    """Longer than the 131,072 characters of Python's csv module."""
+    (tmp_path / "t.csv").write_text(f"a,b\n{mark}{'long ' * 50_000}{mark},1\n")
+    assert read_table(tmp_path / "t.csv")["a"].str.len().tolist() == [250_000]
+
+
+def test_a_byte_order_mark_within_a_cell(tmp_path):
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n\ufeff3,4\n", encoding="utf-8")
+    for rows in (1, 2):
+        cells = [cell for chunk in iterate_table(tmp_path / "t.csv", rows=rows) for cell in chunk["a"]]
+        assert cells == ["1", "\ufeff3"]
+
+
 def test_decimal_commas_between_commas_make_no_row_names(tmp_path):
     """Row names differ from each other; a number cut in two would shift all columns."""
     (tmp_path / "t.csv").write_text("price,town\n1,5,Ulm\n1,7,Rome\n2,5,Ulm\n")
@@ -265,7 +279,7 @@ def test_npz(tmp_path):
     assert list(frame.columns) == ["x0", "x1", "table0", "table1", *list(arrays)[2:]]
     assert frame["x1"].tolist() == [1.0, 3.0, 5.0]
     assert frame["table0"].tolist() == [0, 2, 4]
-    assert frame["big"].tolist() == [0, 1, 2]
+    assert (frame["big"].tolist(), frame["big"].nunique()) == ([0, 1, 2], 3)  # pandas cannot count big-endian numbers
     assert frame["flag"].dtype == bool
     assert frame["text"].tolist() == ["a", "ü", ""]
     assert texts(frame["bytes"]).to_pylist() == ["a", "b", "ü"]

@@ -71,7 +71,11 @@ def test_few_distinct_samples_are_spread_and_unusable_groups_refused() -> None:
     constant = small(ACEClassifier, epochs=2).fit(np.ones((300, 1)), y.numpy())
     assert constant.oof_score_ == pytest.approx(np.log(2), abs=0.1)
     names = np.array(["a", "b", None] * 100, dtype=object)
-    for groups, message in ((np.zeros(300), "at least two `groups`"), (names, "some are missing")):
+    nullable = pd.Series(names, dtype="string")
+    for groups, message in (
+        (np.zeros(300), "at least two `groups`"),
+        *((n, "some are missing") for n in (names, nullable)),
+    ):
         with pytest.raises(ValueError, match=message):
             small(ACEClassifier).fit(torch.randn(300, 2).numpy(), y.numpy(), groups=groups)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from sklearn.datasets import load_digits, load_iris
@@ -157,6 +159,16 @@ def test_nullable_labels_keep_their_type(dtype: str, columns: list[str]) -> None
     assert model.predict(frame[columns]).dtype == model.classes_.dtype
 
 
+@pytest.mark.parametrize(
+    ("labels", "kind"), [([True, False], "b"), ([0, 1], "i"), ([0.0, 2.0], "f"), (["a", "b"], "O")]
+)
+def test_labels_that_are_objects(labels: list[Any], kind: str) -> None:
+    """Such as the truth values of a column without its missing cells."""
+    y = pd.Series([*labels * 15, None], dtype=object).dropna()
+    model = ACEClassifier(num_members=1, epochs=1).fit(np.arange(30.0)[:, None], y)
+    assert (model.classes_.tolist(), model.classes_.dtype.kind) == (sorted(labels), kind)
+
+
 def test_truth_values_match_numbers_at_prediction() -> None:
     frame = pd.DataFrame({"a": np.arange(40.0), "c": [True, False] * 20})
     model = ACEClassifier(num_members=1, epochs=30, random_state=0).fit(frame, frame["c"])
@@ -172,3 +184,13 @@ def test_truth_values_may_be_missing_at_prediction() -> None:
     later = frame.assign(flag=frame["flag"].astype(object).where(frame["x"] > 1, None))
     expected = fitted.predict_proba(frame.assign(flag=frame["flag"].astype(float).where(frame["x"] > 1)))
     assert np.array_equal(fitted.predict_proba(later), expected)
+    row, texts = frame.iloc[3].to_frame().T, frame.astype(str)  # objects of two types, and the cells of a CSV file
+    np.testing.assert_array_equal(fitted.predict_proba(row), fitted.predict_proba(frame[3:4]))
+    np.testing.assert_array_equal(fitted.predict_proba(texts), fitted.predict_proba(frame))
+
+
+def test_decimals_may_be_missing() -> None:
+    cells = pd.Series([Decimal("1.5"), None, Decimal("2.25")] * 10, dtype=pd.ArrowDtype(pa.decimal128(10, 2)))
+    fitted = ACEClassifier(num_members=1, epochs=1, random_state=0).fit(cells.to_frame("price"), [0, 1, 0] * 10)
+    plain = pd.DataFrame({"price": [1.5, np.nan, 2.25] * 10})
+    np.testing.assert_array_equal(fitted.predict_proba(cells.to_frame("price")), fitted.predict_proba(plain))

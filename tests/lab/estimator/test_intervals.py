@@ -12,7 +12,7 @@ from torchace.lab.estimator.intervals import cv_plus_interval, residuals_by_fold
 from torchace.sklearn import NCLRegressor
 
 
-@pytest.mark.parametrize("coverage", [0.5, 0.8, 0.95, 0.999])
+@pytest.mark.parametrize("coverage", [0.1, 0.5, 0.8, 0.95, 0.999])
 @pytest.mark.parametrize("values", [10, 1 << 22])  # in several chunks, and in one
 def test_the_definition(coverage: float, values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "CHUNK_VALUES", values)
@@ -30,7 +30,7 @@ def test_the_definition(coverage: float, values: int, monkeypatch: pytest.Monkey
                 p[row, target] + r for p, rs in zip(predictions, residuals, strict=True) for r in rs[:, target]
             )
             expected = (low[rank - 1], high[51 - rank]) if rank else (-np.inf, np.inf)
-            assert limits[row, target].tolist() == list(expected)
+            assert limits[row, target].tolist() == sorted(expected)
 
 
 def test_residuals_are_sorted_by_fold_and_thinned() -> None:
@@ -43,6 +43,18 @@ def test_residuals_are_sorted_by_fold_and_thinned() -> None:
     whole = np.sort(np.abs(y[10::2]), axis=0)
     assert (even[0], even[-1]) == (whole[0], whole[-1])
     assert np.allclose(np.quantile(even, [0.25, 0.5, 0.9]), np.quantile(whole, [0.25, 0.5, 0.9]), atol=0.01)
+
+
+def test_weights_count_as_repeated_residuals() -> None:
+    draw = np.random.default_rng(0)
+    y, folds, weight = draw.normal(size=(60, 2)), np.arange(60) % 3, draw.integers(1, 4, 60)
+    again = np.repeat(np.arange(60), weight)
+    repeated = residuals_by_fold(y[again], 0 * y[again], folds[again], 3)
+    found = residuals_by_fold(y, 0 * y, folds, 3, weight * 0.1)  # on any scale
+    assert sum(map(len, found)) == pytest.approx(60, abs=1)
+    for few, many in zip(found, repeated, strict=True):
+        places = np.ceil(len(many) * np.linspace(1 / len(few), 1, len(few)) - 1e-6).astype(int) - 1
+        np.testing.assert_array_equal(few, many[places])
 
 
 def _noisy(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

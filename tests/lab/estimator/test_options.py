@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchace as ace
 from torchace.lab.tables.model import TableModel
 from torchace.sklearn import ACEClassifier, NCLRegressor
 
@@ -59,6 +60,29 @@ def test_an_own_network_may_have_batch_norm(early_stopping: Any) -> None:
     assert all((count == 6).all() for count in counts)
 
 
+def _gelu(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 4), nn.GELU(), nn.Linear(4, outputs))
+
+
+def test_an_own_network_that_cannot_be_loaded_is_not_saved(tmp_path: Any) -> None:
+    frame, y = _frame()
+    with pytest.raises(ValueError, match="own `network` cannot be saved"):
+        ACEClassifier(**TINY, network=_gelu).fit(frame, y).save(tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+    mlp = ACEClassifier(**TINY, network=lambda i, o: ace.mlp(i, 4, o)).fit(frame, y)
+    mlp.save(tmp_path / "m")
+    np.testing.assert_array_equal(ACEClassifier.load(tmp_path / "m").predict_proba(frame), mlp.predict_proba(frame))
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # torch's own
+def test_layers_that_onnxruntime_lacks_are_named(tmp_path: Any) -> None:
+    pytest.importorskip("onnxruntime")
+    own = ACEClassifier(**TINY, network=_gelu).fit(*_frame())
+    with pytest.raises(ValueError, match=r"onnxruntime cannot run .* SiLU instead of GELU"):
+        own.export_onnx(tmp_path / "m.onnx")
+
+
 def test_callbacks_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
     frame, y = _frame(250)
     entries: list[dict[str, Any]] = []
@@ -102,6 +126,8 @@ def test_importances_name_the_columns_that_matter(kind: type) -> None:
     assert fitted.feature_importances(frame.assign(town="Ulm"), target, random_state=0)["town"] == 0
     one_class = frame[y == "yes"]  # rows of a test may lack a class
     assert fitted.feature_importances(one_class, target[y == "yes"], random_state=0).keys() == found.keys()
+    with pytest.raises(ValueError, match="`n_repeats` to be at least 1, but got 0"):
+        fitted.feature_importances(frame, target, n_repeats=0)
     X = np.random.default_rng(0).normal(size=(30, 2))
     assert set(kind(**TINY).fit(X, target[:30]).feature_importances(X, target[:30])) == {"x0", "x1"}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -87,6 +88,19 @@ def test_members_leave_out_folds_of_training_and_validation_rows(
     else:
         expected = (own.squeeze(1) - y).square().mean()
     assert model.record["scores"]["validation"][metric] == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize(("num_members", "folds"), [(2, None), (5, 5)])
+def test_a_weighted_training_stops_on_a_weighted_score(num_members: int, folds: int | None, tmp_path: Path) -> None:
+    """The unweighted score gets worse from the first epoch on, since the weights move all rows toward one class."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=400)
+    frame = pd.DataFrame({"x": x, "y": np.where(x + 1.5 * draw.normal(size=400) > 0, "p", "n")})
+    options = {"num_members": num_members, "hidden": (32,), "patience": 2, "epochs": 12, "class_weight": {"p": 7.0}}
+    model = done(job(write_table(frame, tmp_path / "t.csv"), "y", tmp_path / "out", 0.0, **options))
+    assert model.record["folds"] == folds
+    assert model.record["best_epoch"] > 6
+    assert model.predict(frame)["probability_p"].corr(frame["x"]) > 0.7
 
 
 def test_result_files(data: Path, tmp_path: Path) -> None:

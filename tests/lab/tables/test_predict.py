@@ -274,10 +274,12 @@ def test_a_long_file_takes_no_more_memory_than_a_short_one(classifier: TableMode
 
 
 def test_formulas_are_escaped_on_request(classifier: TableModel, tmp_path: Path) -> None:
-    frame = pets(4)
-    frame["=note"] = ["=1+1", "+2", "plain", "@x"]
+    frame = pets(6)
+    cells = ["=1+1", "+2+A1", "plain", "@x", "-1.5e-05", "-1,5"]
+    frame["=note"] = cells
     data = write_table(frame, tmp_path / "data.csv")
-    for escape, expected in ((True, ["'=1+1", "'+2", "plain", "'@x"]), (False, ["=1+1", "+2", "plain", "@x"])):
+    escaped = ["'=1+1", "'+2+A1", "plain", "'@x", "-1.5e-05", "-1,5"]  # a number is no formula
+    for escape, expected in ((True, escaped), (False, cells)):
         predict_file(classifier, data, tmp_path / "out.csv", keep=["=note"], escape_formulas=escape)
         found = read_back(tmp_path / "out.csv")
         assert found.iloc[:, 0].astype(str).tolist() == expected

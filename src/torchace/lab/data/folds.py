@@ -9,6 +9,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from torchace.lab.data.errors import pandas
 from torchace.lab.data.rng import hashed_key, permutation
 from torchace.lab.data.splits import Split
 
@@ -86,8 +87,8 @@ def hold_out(blocks: Tensor, y: Tensor, fraction: float, *, seed: int, weight: T
     held_out = places < min(limit, int(places.max()))  # one block is left, too
     if not held_out.any():
         raise ValueError(
-            f"Expected enough different samples or groups to hold some out, but got {len(blocks.unique())}. Give more, "
-            "or use early_stopping=False and a number for `diversity`."
+            "Expected several samples or groups to hold some out, but got one sample or group, or one with nearly all "
+            "the weight. Give more, or use early_stopping=False and a number for `diversity`."
         )
     return held_out
 
@@ -102,7 +103,7 @@ def _blocks(raw: NDArray[np.float64], groups: ArrayLike | None) -> NDArray[np.in
     labels = np.asarray(groups)
     if labels.shape != same.shape:
         raise ValueError(f"Expected `groups` with one label for each of {len(same)} samples, but got {labels.shape}.")
-    if (labels != labels).any() or any(label is None for label in labels.tolist()):
+    if pandas().isna(labels).any():
         raise ValueError("Expected a label in `groups` for each sample, but some are missing. Fill them in.")
     from scipy.sparse import coo_array  # type: ignore[import-untyped]
     from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]

@@ -112,6 +112,12 @@ class Split:
         weight = None if self.weight is None else self.weight[..., indices]
         return Split(map_inputs(lambda values: values[indices], self.x), self.y[indices], weight)
 
+    def join(self, other: Split) -> Split:
+        """Return these samples, and then those of another split, which has weights if this one has."""
+        weight = None if self.weight is None or other.weight is None else torch.cat([self.weight, other.weight], -1)
+        x = map_inputs(lambda *parts: torch.cat(parts), self.x, other.x)
+        return Split(x, torch.cat([self.y, other.y]), weight)
+
     def to(self, device: torch.device | str) -> Split:
         """Move to a device; return itself if already there."""
         if self.device == torch.empty(0, device=device).device:  # "cuda" may be "cuda:0"

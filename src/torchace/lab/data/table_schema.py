@@ -142,6 +142,9 @@ def get_column(frame: DataFrame, name: str, role: str) -> Series:
 def feature_numbers(cells: Series, column: Column) -> NDArray[np.float64]:
     """Numbers of a feature column, or seconds since 1970 of dates, `(N,)`, NaN where one is missing."""
     values, invalid = (dates if column.kind == "date" else numbers)(cells, column.format)
+    if invalid.any() and column == Column(column.name, "number"):  # truth values were numbers in training
+        truth = positions(texts(cells), ("False", "True"))
+        values, invalid = np.where(invalid & (truth >= 0), truth, values), invalid & (truth < 0)
     advice = {"remedy": f"write it like {column.format}, or leave it empty"} if column.format else {}
     check_features(cells, values, invalid & (not column.lenient), column.kind, **advice)
     return values

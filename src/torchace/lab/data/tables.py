@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SAMPLE_ROWS = 20  # that decide about the delimiter of a CSV file
 DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "vertical bar"}
 ENCODINGS = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252"}
+csv.field_size_limit(1 << 24)  # characters in a cell; the default of 131,072 is less than some texts
 FILE_ERRORS = (OSError, EOFError, ValueError, csv.Error, zlib.error)  # ValueError: Unicode, Arrow
 
 
@@ -63,7 +64,8 @@ def _number_rows(chunks: Iterator[DataFrame], file: Path) -> Iterator[DataFrame]
     except DataError:
         raise
     except FILE_ERRORS as error:
-        raise DataError(f"{file} cannot be read ({error_reason(error)}); copy or save it again.") from None
+        remedy = "save it as UTF-8" if isinstance(error, UnicodeError) else "copy or save it again"
+        raise DataError(f"{file} cannot be read ({error_reason(error)}); {remedy}.") from None
     if start == 0:
         raise DataError(f"{file} has no rows; give a file that has some.")
 
@@ -117,7 +119,7 @@ def _parse_regular(text: str, names: list[str], delimiter: str) -> DataFrame | N
         rest = "\n" + re.sub(rf'"(?<!{other}")[^"]*+(?:""[^"]*+)*+"(?!{other})', "", text)
         if '"' in rest or any(f"{mark} " in rest for mark in (delimiter, "\n", "\r")):  # spaces are layout there
             return None
-    data, kind = text.encode(), pa.large_string()
+    data, kind = b"\xef\xbb\xbf" + text.encode(), pa.large_string()  # pyarrow removes a mark, but none of the cells
     try:
         table = pa_csv.read_csv(
             pa.BufferReader(data),
@@ -141,7 +143,8 @@ def _parse_any(reader: Any, lines: int, names: list[str], count: int, path: Path
             if len(row) != len(names):
                 raise DataError(
                     f"{path} has {len(row)} values in row {count + len(cells)}, but {len(names)} column names; correct "
-                    f"that row (a value with a {DELIMITERS[delimiter]} in it needs quotation marks)."
+                    f"that row (a value with a {DELIMITERS[delimiter]} in it needs quotation marks), or remove lines "
+                    "above and below the table."
                 )
         if reader.line_num >= lines:
             break
@@ -252,11 +255,12 @@ def npz_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
     columns: list[tuple[str, NDArray[Any]]] = []
     arrays = read_arrays(path)
     for name, array in arrays.items():
-        if array.ndim not in (1, 2):
+        if array.ndim not in (1, 2) or array.dtype.kind == "V":
             raise DataError(
-                f"{path} has an array {quote(name)} of shape {array.shape}, but a table is made of arrays of one or "
-                "two axes; save it as (N,) or (N, D), or leave it out."
+                f"{path} has an array {quote(name)} of shape {array.shape} and type {array.dtype}, but a table is made "
+                "of arrays of numbers or texts with one or two axes; save it as (N,) or (N, D), or leave it out."
             )
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # pandas needs this machine's byte order
         stem = "x" if name == "X" else name
         columns += [(name, array)] if array.ndim == 1 else [(f"{stem}{i}", column) for i, column in enumerate(array.T)]
     _check_names([name for name, _ in columns], path)

@@ -20,7 +20,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.validation import _check_sample_weight, check_consistent_length, check_is_fitted
 from torch import Tensor, nn
 
-from torchace._checks import check_choice
+from torchace._checks import check_choice, check_count
 from torchace.lab.data import Split, hashed_key
 from torchace.lab.data.errors import quote
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, assign_folds, hold_out, number_blocks
@@ -90,8 +90,7 @@ class Estimator(FittedEstimator):
                 float64 is trained in float64.
             y: Targets `(N,)`.
             sample_weight: Weight of each sample, `(N,)`; 0 leaves it out.
-            groups: Labels `(N,)`; samples of one group are in one fold, such as the visits of one patient, and are
-                never split by a hold-out.
+            groups: Labels `(N,)`; folds and hold-outs split no group of samples, such as the visits of one patient.
         """
         with self._replace_when_done() as new:
             new._fit(X, y, sample_weight, groups)
@@ -132,8 +131,8 @@ class Estimator(FittedEstimator):
             predictions = held_out.expand(used)
             self.oof_predictions_ = self._squeeze(predictions)
             if self._task == "regression":
-                targets = self._encode_targets(y[used])
-                self._residuals = residuals_by_fold(targets, predictions[used], held_out.folds, NUM_FOLDS)
+                rows = (self._encode_targets(y[used]), predictions[used], held_out.folds)
+                self._residuals = residuals_by_fold(*rows, NUM_FOLDS, None if weight is None else weight[used])
         self._state = TrainingState(seed, plan).add(samples)
 
     def _stopping(self, plan: MemberPlan, samples: Split, blocks: Tensor | None, seed: int) -> dict[str, Any]:
@@ -142,8 +141,8 @@ class Estimator(FittedEstimator):
             return {"samples": samples}
         if self.early_stopping == "folds" and len(samples) < NUM_FOLDS:
             raise ValueError(
-                f"Expected at least {NUM_FOLDS} samples for early_stopping='folds', but got {len(samples)}. Give more, "
-                "or use early_stopping=False."
+                f"Expected at least {NUM_FOLDS} samples for early_stopping='folds', but got n_samples={len(samples)}. "
+                "Give more, or use early_stopping=False."
             )
         # λ > 0 fits the ensemble as a whole, and a fifth of the members says little about it
         on_folds = self.early_stopping == "folds" or (self.early_stopping == "auto" and self.diversity_ == 0)
@@ -277,11 +276,13 @@ class Estimator(FittedEstimator):
         if class_weight is not None:
             if self._task == "multilabel":
                 raise ValueError("Expected `class_weight=None` with several labels per sample. Use `sample_weight`.")
-            seen, codes = np.unique(y, return_inverse=True)  # partial_fit may see some classes only
-            options = {} if weight is None or class_weight != "balanced" else {"sample_weight": weight}
-            scale = compute_class_weight(class_weight, classes=seen, y=y, **options)[codes]
-            if not (scale >= 0).all():
-                raise ValueError(f"Expected `class_weight` with weights of at least 0, but got {class_weight}.")
+            used = np.ones(len(y), dtype=bool) if weight is None else weight > 0
+            seen, codes = np.unique(y[used], return_inverse=True)  # partial_fit may see some classes only
+            options = {} if weight is None or class_weight != "balanced" else {"sample_weight": weight[used]}
+            scale = np.zeros(len(y))
+            scale[used] = compute_class_weight(class_weight, classes=seen, y=y[used], **options)[codes]
+            if not ((scale >= 0) & (scale < np.inf)).all():
+                raise ValueError(f"Expected `class_weight` with finite weights of at least 0, but got {class_weight}.")
             weight = scale if weight is None else scale * weight
         if weight is not None and not (weight > 0).any():
             raise ValueError(
@@ -356,6 +357,7 @@ class Estimator(FittedEstimator):
             random_state: An int for reproducible results.
         """
         check_is_fitted(self)
+        check_count(n_repeats, "n_repeats")
         table, y = self._validate(X, y, reset=False)
         raw, target = raw_matrix(self._encoding, table), torch.from_numpy(self._encode_targets(y))
         means = permutation_importances(self, raw, target, n_repeats, check_random_state(random_state))

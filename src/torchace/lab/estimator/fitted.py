@@ -22,6 +22,7 @@ from torchace.lab.training.scaling import Scaler
 from torchace.lab.tuning.grid_search import TunedDiversity
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError
+from torchace.saving.kinds import describe
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def save_estimator(estimator: FittedEstimator, path: str | os.PathLike[str]) -> 
     is_regression = estimator._task == "regression"
     if not is_regression and not all(isinstance(v, str | int | float | bool) for v in estimator.classes_.tolist()):
         raise ModelFileError("Labels that are not strings, numbers or booleans cannot be saved; convert them first.")
+    if describe(estimator.ensemble_)[1] is None:
+        raise ModelFileError("An estimator with an own `network` cannot be saved as files. Use joblib or export_onnx.")
     names, variance, residuals = (
         getattr(estimator, name, None) for name in ("feature_names_in_", "_residual_variance", "_residuals")
     )

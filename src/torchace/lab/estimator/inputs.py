@@ -75,7 +75,7 @@ def _mixed_frame(estimator: Any, X: Any, reset: bool) -> DataFrame | None:
     is_plain = not is_fitted or estimator._encoding.is_plain
     if type(X).__module__.startswith("polars"):
         X = X.to_pandas()
-    if not hasattr(X, "iloc") or not hasattr(X, "dtypes") or not has_names:
+    if not hasattr(X, "columns") or not hasattr(X, "dtypes") or not has_names:
         if is_plain:
             return None
         import pandas as pd
@@ -85,12 +85,9 @@ def _mixed_frame(estimator: Any, X: Any, reset: bool) -> DataFrame | None:
             raise ValueError(f"Expected {len(names)} columns as in the training data, but got shape {cells.shape}.")
         X = pd.DataFrame(cells, columns=names)
     frame = check_columns(X)
-    from pandas.api.types import infer_dtype, is_numeric_dtype  # type: ignore[import-untyped]
-
-    def is_numeric(column: Any) -> bool:  # truth values were numbers in training, and objects if one is missing
-        return is_numeric_dtype(column.dtype) or (is_fitted and infer_dtype(column, skipna=True) == "boolean")
-
-    return None if is_plain and all(is_numeric(frame[name]) for name in frame) else frame
+    if not len(frame.columns):
+        raise ValueError("Expected at least one column in `X`, but got a table without columns.")
+    return None if is_plain and all(dtype.kind in "biufc" for dtype in frame.dtypes) else frame  # not Arrow's decimals
 
 
 def learn_inputs(
@@ -135,13 +132,23 @@ def target_names(names: Sequence[str], count: int) -> tuple[str, ...]:
     return tuple(itertools.islice(free, count))
 
 
-def check_labels(y: NDArray[Any]) -> None:
-    """Refuse numbers, missing labels, and several labels per sample that are not 0 and 1."""
-    if y.dtype == object and any(label is None for label in y.ravel()):
-        raise ValueError("Expected a label for each sample, but `y` has None. Leave such samples out.")
+def check_labels(y: NDArray[Any]) -> NDArray[Any]:
+    """Return labels, objects that are numbers as numbers.
+
+    Quantities, missing labels, labels of several types and several labels per sample that are not 0 and 1 are errors.
+    """
+    if y.dtype == object:
+        if any(label is None for label in y.ravel()):
+            raise ValueError("Expected a label for each sample, but `y` has None. Leave such samples out.")
+        numbers = np.array(y.tolist())
+        y = numbers if numbers.dtype.kind in "biuf" else y
+        if y.dtype == object and not all(isinstance(label, str) for label in y.ravel()):
+            kinds = sorted({type(label).__name__ for label in y.ravel()})
+            raise TypeError(f"Expected strings or numbers as labels, but got {' and '.join(kinds)}. Use y.astype(str).")
     check_classification_targets(y)
     if type_of_target(y) == "multilabel-indicator" and not np.isin(y, (0, 1)).all():
         raise ValueError(f"Expected labels `(N, L)` of 0 and 1, but got {np.unique(y)}. Convert them.")
+    return y
 
 
 def _check_column_names(X: Any, expected: Sequence[str] | None) -> None:

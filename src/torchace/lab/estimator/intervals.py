@@ -8,28 +8,39 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from torchace.lab.data.encoding import weighted_quantiles
+
 MAX_RESIDUALS = 1000  # kept of a fold: evenly spaced order statistics
 CHUNK_VALUES = 1 << 22
 
 
 def residuals_by_fold(
-    y: NDArray[np.float64], predictions: NDArray[np.float64], folds: NDArray[np.int64], num_folds: int
+    y: NDArray[np.float64],
+    predictions: NDArray[np.float64],
+    folds: NDArray[np.int64],
+    num_folds: int,
+    weight: NDArray[np.float64] | None = None,
 ) -> list[NDArray[np.float64]]:
-    """Absolute out-of-fold residuals of each fold, `(n, M)`, sorted; targets and predictions are `(N, M)`."""
-    found = []
+    """Absolute out-of-fold residuals of each fold, `(n, M)`, sorted; targets and predictions are `(N, M)`.
+
+    A weight `(N,)` counts as repeats of a sample: a fold has residuals in proportion to its weight.
+    """
+    found, weight = [], np.ones(len(y)) if weight is None else weight
+    residuals, known = np.abs(y - predictions), ~np.isnan(predictions).any(1)
     for fold in range(num_folds):
-        rows = (folds == fold) & ~np.isnan(predictions).any(1)
-        residuals = np.sort(np.abs(y[rows] - predictions[rows]), axis=0)
-        if len(residuals) > MAX_RESIDUALS:
-            residuals = residuals[np.linspace(0, len(residuals) - 1, MAX_RESIDUALS).round().astype(np.int64)]
-        found.append(residuals)
+        rows = known & (folds == fold)
+        if rows.any():
+            count = max(1, round(weight[rows].sum() / weight.mean()))
+            shares = np.linspace(1 / count, 1, min(count, MAX_RESIDUALS))
+            columns = [weighted_quantiles(values, weight[rows], shares) for values in residuals[rows].T]
+        found.append(np.stack(columns, 1) if rows.any() else residuals[rows])
     return found
 
 
 def cv_plus_interval(
     predictions: Sequence[NDArray[np.float64]], residuals: Sequence[NDArray[np.float64]], coverage: float
 ) -> NDArray[np.float64]:
-    """Lower and upper limits, `(N, M, 2)`.
+    """Lower and upper limits, `(N, M, 2)`; those of a small coverage are exchanged where they cross.
 
     Args:
         predictions: Of each fold, by the members that left it out, `(N, M)`.
@@ -51,4 +62,4 @@ def cv_plus_interval(
         high = np.concatenate([p[part, None] + r for p, r in used], axis=1)
         limits[part, :, 0] = np.partition(low, rank - 1, axis=1)[:, rank - 1]
         limits[part, :, 1] = np.partition(high, total - rank, axis=1)[:, total - rank]
-    return limits
+    return np.sort(limits, axis=2)

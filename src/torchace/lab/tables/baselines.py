@@ -138,25 +138,20 @@ def _network(table: Table, plan: MemberPlan, part: str, device: str) -> Tensor:
 
 def _fit(model: Any, table: Table, features: Mapping[str, Tensor], part: str, limit: int | None = None) -> Tensor:
     """Fit on the training rows, and on the validation rows unless they are scored; the ensemble stops on these."""
-    parts = ("train", "validation") if part == "test" else ("train",)
-    x = torch.cat([features[name] for name in parts])
-    y = torch.cat([getattr(table, name).y for name in parts])
-    if limit is not None:
-        chosen = permutation(table.settings.seed, "baseline", count=len(x))[:limit] if len(x) > limit else slice(None)
-        x, y = x[chosen], y[chosen]
-    weight = None
-    if table.train.weight is not None:  # of its class
-        by_class = torch.ones(table.num_outputs, dtype=torch.float64)
-        by_class[table.train.y] = table.train.weight
-        weight = by_class[y].numpy()
+    rows = replace(table.train, x=features["train"])
+    if part == "test":
+        rows = rows.join(replace(table.validation, x=features["validation"]))
+    if limit is not None and len(rows) > limit:
+        rows = rows.take(permutation(table.settings.seed, "baseline", count=len(rows))[:limit])
+    weight = None if rows.weight is None else rows.weight.numpy()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no convergence within the iterations
-        model.fit(x.numpy(), y.numpy(), sample_weight=weight)
-    rows = features[part].numpy()
+        model.fit(rows.x.numpy(), rows.y.numpy(), sample_weight=weight)
+    x = features[part].numpy()
     if table.task == "regression":
-        return torch.from_numpy(np.asarray(model.predict(rows), dtype=np.float64)).view(len(rows), -1)
-    found = torch.full((len(rows), table.num_outputs), 1e-15, dtype=torch.float64)
-    found[:, torch.from_numpy(model.classes_)] = torch.from_numpy(model.predict_proba(rows)).double().clamp(min=1e-15)
+        return torch.from_numpy(np.asarray(model.predict(x), dtype=np.float64)).view(len(x), -1)
+    found = torch.full((len(x), table.num_outputs), 1e-15, dtype=torch.float64)
+    found[:, torch.from_numpy(model.classes_)] = torch.from_numpy(model.predict_proba(x)).double().clamp(min=1e-15)
     return found.log()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchace._extras import import_extra
-from torchace._files import write_atomic
+from torchace._files import error_reason, write_atomic
 from torchace.lab.data.encoding import CategoryColumn
 from torchace.lab.tables.model import TableModel
 
@@ -80,7 +80,13 @@ def export_onnx(model: TableModel, path: Path) -> float:
 def _compare(runtime: ModuleType, data: bytes, graph: _Graph, rows: Tensor) -> float:
     options = runtime.SessionOptions()
     options.log_severity_level = 3
-    session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    try:
+        session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors have no common base
+        raise ExportError(
+            f"onnxruntime cannot run the exported graph ({error_reason(error)}). Use layers that it computes in "
+            "float64, such as SiLU instead of GELU."
+        ) from error
     largest = 0.0
     for count in BATCH_SIZES:
         outputs = session.run(None, {"raw": rows[:count].numpy()})

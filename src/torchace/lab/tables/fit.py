@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from torchace._files import PARTIAL, fsync_directory, json_digest
-from torchace.lab.data import Split
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, assign_folds, number_blocks
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
 from torchace.lab.store import RunStore, RunStoreError, describe_differences, finite, read_record, write_record
@@ -218,9 +217,10 @@ class TableFit:
         train, validation, test = self.table.parts(plan, self.device)
         has_folds = plan.num_members % NUM_FOLDS == 0 and not plan.has_shared_weights and plan.batches == "shared"
         has_folds = has_folds and len(train) + len(validation) >= MIN_FOLD_ROWS and len(test) > 0
-        if has_folds and plan.patience is not None and diversity == 0 and train.weight is None:
-            train = Split(torch.cat([train.x, validation.x]), torch.cat([train.y, validation.y]))
-            folds = assign_folds(number_blocks(train.x.double()), train.y, seed=self.seed)
+        if has_folds and plan.patience is not None and diversity == 0:
+            train = train.join(validation)
+            blocks = number_blocks(train.x.double(), weight=train.weight)
+            folds = assign_folds(blocks, train.y, seed=self.seed, weight=train.weight)
         return fit_ensemble(
             plan,
             train,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -198,6 +199,7 @@ def _hash_rows(raw: Tensor) -> NDArray[np.uint64]:
 
 MAX_ROWS = 65_536  # in a chunk
 FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r", "\n")  # of text that spreadsheets evaluate
+SIGNED_NUMBER = re.compile("[+-][0-9.,]+(?:[eE][+-]?[0-9]+)?")  # no formula
 
 
 def predict_file(
@@ -248,7 +250,10 @@ def _predict_chunks(
 
 def _escape_formulas(frame: DataFrame) -> DataFrame:
     def escape(value: Any) -> Any:
-        return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_PREFIXES) else value
+        is_formula = (
+            isinstance(value, str) and value.startswith(FORMULA_PREFIXES) and not SIGNED_NUMBER.fullmatch(value)
+        )
+        return f"'{value}" if is_formula else value
 
     others = frame.select_dtypes(exclude="number")
     return frame.assign(**{name: others[name].map(escape) for name in others}).rename(columns=escape)

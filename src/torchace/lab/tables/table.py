@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sklearn.utils.class_weight import compute_sample_weight
+from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
 from torchace.lab.data import DataError, Split
@@ -99,7 +99,7 @@ class Table:
 
         def convert(split: Split) -> Split:
             y = split.y.to(dtype) if split.y.is_floating_point() else split.y
-            return Split(split.x.to(dtype), y, split.weight).to(device)
+            return Split(split.x.to(dtype), y, None if split.weight is None else split.weight.to(dtype)).to(device)
 
         return convert(self.train), convert(self.validation), convert(self.test)
 
@@ -159,9 +159,9 @@ def load_table(path: Path, settings: TableSettings) -> Table:
     if (scaler := _target_scaler(encoding)) is not None:
         targets = scaler.transform(targets.view(len(targets), -1))
     parts = {name: Split(features[part], targets[part]) for name, part in rows.items()}
-    if settings.class_weight is not None:
-        weight = _class_weights(schema.target, settings.class_weight, parts["train"].y)
-        parts["train"] = replace(parts["train"], weight=weight)
+    if settings.class_weight is not None:  # in all parts: a weighted training stops on a weighted score
+        by_class = _class_weights(schema.target, settings.class_weight, parts["train"].y)
+        parts = {name: replace(part, weight=by_class[part.y]) for name, part in parts.items()}
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return Table(
@@ -177,14 +177,14 @@ def load_table(path: Path, settings: TableSettings) -> Table:
 
 
 def _class_weights(target: Target, weights: Mapping[str, float] | str, y: Tensor) -> Tensor:
-    """Weight of each sample, `(N,)`: that of its class."""
+    """Weight of each class, `(C,)`; "balanced" for the classes of training samples `(N,)`."""
     if target.task != "classification":
         raise DataError(f"Class weights need classes, but the target {target.name!r} is a number; leave them out.")
     names = target.class_names
     if unknown := [name for name in weights if name not in names and weights != "balanced"]:
         raise DataError(f"The target {target.name!r} has no class {unknown[0]!r}; choose among {quote_all(names)}.")
     by_code = weights if isinstance(weights, str) else {names.index(name): weights[name] for name in weights}
-    return torch.from_numpy(compute_sample_weight(by_code, y.numpy()))
+    return torch.from_numpy(compute_class_weight(by_code, classes=np.arange(len(names)), y=y.numpy()))
 
 
 def _describe_table(schema: Schema, frame: DataFrame) -> TableSummary:
