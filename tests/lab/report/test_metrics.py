@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchace.lab.report.metrics import CLASSIFICATION, REGRESSION, TASKS, add_derived
+from torchace.lab.report.formats import CLASSIFICATION, REGRESSION, TASKS, add_derived
 
 
 def test_each_task_names_numbers_it_has() -> None:

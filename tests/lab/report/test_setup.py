@@ -5,8 +5,7 @@ from typing import Any
 
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace.lab.report import Results, read_results
-from torchace.lab.report.setup import MOST_COLUMNS, column_table, facts, failure_table
-from torchace.lab.report.tables import ReportTable
+from torchace.lab.report.tables import MOST_COLUMNS, ReportTable, column_table, facts, failure_table
 
 
 def _fit(tmp_path: Path, **schema: Any) -> Results:

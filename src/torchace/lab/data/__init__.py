@@ -1,10 +1,9 @@
 """Image sets, tables and their encoding, splits, batches on the device, random draws."""
 
 from torchace.lab.data.batches import Batches, CropFlip, chunks
-from torchace.lab.data.datasets import NAMES, Dataset, load
+from torchace.lab.data.datasets import NAMES, Dataset, cache_dir, load
 from torchace.lab.data.encoding import CategoryColumn, Encoding, NumberColumn, learn_encoding
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.image_files import cache_dir
 from torchace.lab.data.inference import infer_columns, infer_schema
 from torchace.lab.data.rng import hashed_key, permutation
 from torchace.lab.data.splits import Split, SplitIndices, stratified_split, train_val_test_split

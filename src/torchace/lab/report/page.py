@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING, Any
 from torchace._extras import import_extra
 from torchace._figures import STYLE, FigureSpec, render_svg
 from torchace._files import write_atomic
-from torchace.lab.report import setup, tables
-from torchace.lab.report.array_plots import array_figures, contested_table
+from torchace.lab.report import tables
 from torchace.lab.report.findings import (
     Finding,
     Headline,
     expectation,
     findings,
+    gain_figures,
+    gain_table,
+    has_many_arms,
     headline,
     missing_runs,
     other_gains,
+    sweep_headline,
 )
 from torchace.lab.report.formats import at, capitalize
-from torchace.lab.report.gains import gain_figures, gain_table, has_many_arms, sweep_headline
 from torchace.lab.report.model_findings import (
     comparison_figures,
     detail_tables,
@@ -33,7 +35,7 @@ from torchace.lab.report.model_findings import (
     model_headline,
     model_table,
 )
-from torchace.lab.report.plots import lambda_figures
+from torchace.lab.report.plots import array_figures, contested_table, lambda_figures
 from torchace.lab.report.results import Results, read_results
 from torchace.lab.schema.reading import ResultFileError
 
@@ -112,16 +114,16 @@ def _result_sections(results: Results, groups: Mapping[str, list[FigureSpec]], m
 
 
 def _setup_sections(results: Results) -> list[PageSection]:
-    """Failures, data and setup."""
+    """Failures, data and tables."""
     data: list[tuple[str, Any]] = []
     if table := results.data.table:
         data.append(("list", [note for note in table.notes if note.strip()]))
-        data.append(("table", setup.column_table(table, results.data.train)))
-    about: list[tuple[str, Any]] = [("table", setup.arm_table(results)), ("facts", setup.facts(results))]
+        data.append(("table", tables.column_table(table, results.data.train)))
+    about: list[tuple[str, Any]] = [("table", tables.arm_table(results)), ("facts", tables.facts(results))]
     if config := results.experiment.config:
         about.append(("code", json.dumps(config, indent=2, ensure_ascii=False, default=str)))
     return [
-        PageSection("Failed runs and damaged files", [("table", setup.failure_table(results))], is_open=True),
+        PageSection("Failed runs and damaged files", [("table", tables.failure_table(results))], is_open=True),
         PageSection("The data", data),
         PageSection("Setup", about),
     ]
