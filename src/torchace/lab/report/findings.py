@@ -78,7 +78,8 @@ def headline(results: Results, arm: ArmSummary) -> Headline | None:
     effect = "does not change" if not difference.significant else "lowers" if difference.mean < 0 else "raises"
     verdict = f"{at(best)} {effect} {metric.noun}{' significantly' * (not difference.significant)}"
     level = comparable_means(results, arm, metric.key)[comparison.reference_diversity]
-    number, *ends = formats.percentages([difference.mean, *(difference.joint_interval or ())], level)
+    mean = 0.0 if difference.note == EQUAL else difference.mean
+    number, *ends = formats.percentages([mean, *(difference.joint_interval or ())], level)
     interval = f"95 % interval {' to '.join(ends)} %" if ends else ""
     interval += f", corrected for {difference.tests} λ" if ends and difference.tests > 1 else ""
     if not ends:

@@ -29,7 +29,7 @@ def number(value: float, digits: int, *, signed: bool = False) -> str:
 def percentages(values: Sequence[float], whole: float) -> list[str]:
     """Format values as signed percentages of a whole, with decimals enough that none is rounded to zero."""
     shares = [100 * value / whole if whole else 0.0 for value in values]
-    digits = next((n for n in (1, 2, 3) if all(round(share, n) for share in shares)), 4)
+    digits = next((n for n in range(1, 17) if all(round(share, n) for share in shares if share)), 16)
     return [number(share, digits, signed=True) for share in shares]
 
 
@@ -110,11 +110,12 @@ class Metric:
         """Format a value with unit."""
         return self.number(value) + self.unit
 
-    def change(self, value: float) -> str:
-        """Format a difference without unit."""
-        if self.digits is None:
-            return quantity(value, signed=True)
-        return number(value * self.scale, self.digits + 1, signed=True)
+    def change(self, value: float, *, with_sign: bool = False) -> str:
+        """Format a difference without unit; `with_sign`: a small one with significant digits, not as zero."""
+        scaled = value * self.scale
+        if self.digits is None or (with_sign and not round(scaled, self.digits + 1)):
+            return quantity(scaled, signed=True)
+        return number(scaled, self.digits + 1, signed=True)
 
     def difference(self, value: float) -> str:
         """Format a difference with unit."""
@@ -122,7 +123,7 @@ class Metric:
 
     def interval(self, ends: tuple[float, float]) -> str:
         """Format an interval of differences, without unit."""
-        return f"{self.change(ends[0])} to {self.change(ends[1])}"
+        return " to ".join(self.change(end, with_sign=end != 0) for end in ends)
 
     def mean_sd(self, summary: Summary | None) -> str:
         """Format mean ± standard deviation, without unit."""

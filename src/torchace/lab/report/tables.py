@@ -235,7 +235,8 @@ def difference_cells(metric: Metric, difference: Difference | None) -> list[Cell
     interval = Cell(difference.note, kind="text")
     if difference.joint_interval:
         interval = Cell(metric.interval(difference.joint_interval))
-    return [Cell(metric.change(difference.mean), strong=difference.significant), interval]
+    change = metric.change(difference.mean, with_sign=difference.significant)
+    return [Cell(change, strong=difference.significant), interval]
 
 
 def _difference_note(tested: Sequence[Difference]) -> str:
