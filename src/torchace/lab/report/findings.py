@@ -115,17 +115,17 @@ def expectation(results: Results, arm: ArmSummary) -> str:
     keys = ("cross_entropy", "member_cross_entropy", "disagreement")
     validation = [list(results.values(arm, 0.0, key, "validation").values()) for key in keys]
     config = results.experiment.config
-    kinds = {section.get("model", {}).get("kind", "separate") for section in (config, *config.get("arms", []))}
-    epochs = [
-        run.history[(run.best_epoch or len(run.history)) - 1] for run in results.finished(arm, 0.0) if run.history
-    ]
+    arms = config["arms"] if isinstance(config.get("arms"), list) else []
+    models = [section.get("model") for section in (config, *arms) if isinstance(section, dict)]
+    shares_layers = any(isinstance(model, dict) and model.get("kind", "separate") != "separate" for model in models)
+    epochs = [run.history[: run.best_epoch or None][-1] for run in results.finished(arm, 0.0) if run.history]
     train = [loss for epoch in epochs if (loss := epoch.get("train_cross_entropy")) is not None]
-    if results.task.loss != keys[0] or kinds != {"separate"} or arm.num_members == 1 or not arm.parameters:
+    if results.task.name != "classification" or shares_layers or arm.num_members == 1 or not arm.parameters:
         return ""
-    if not all([train, *validation]):
+    data = results.arm_data(arm)
+    if not all([train, data.train, len(data.classes) != 1, *validation]):
         return ""
     validation_loss, member_loss, disagreement = (math.fsum(values) / len(values) for values in validation)
-    data = results.arm_data(arm)
     advice = advise_diversity(
         train_loss=math.fsum(train) / len(train),
         validation_loss=validation_loss,
