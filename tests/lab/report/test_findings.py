@@ -13,9 +13,9 @@ from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from tests.lab.report.synthetic_sweeps import ArmSpec, Spec
 from torchace.lab.report import Results, read_results, summary_sentences
 from torchace.lab.report.findings import expectation, findings, headline, missing_runs, other_gains
-from torchace.lab.report.page import contents
+from torchace.lab.report.page import contents, facts
 from torchace.lab.report.statistics import compare
-from torchace.lab.report.tables import difference_tables, facts
+from torchace.lab.report.tables import difference_tables
 from torchace.lab.sweeps.result import SweepResult
 
 

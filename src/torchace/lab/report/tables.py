@@ -20,13 +20,11 @@ from torchace.lab.report.statistics import (
     paired_differences,
     summarize,
 )
-from torchace.lab.schema.results import ArmSummary, ColumnSummary, DataSummary, Failure, PaperRow, TableSummary
+from torchace.lab.schema.results import ArmSummary, ColumnSummary, Failure, PaperRow, TableSummary
 
 DIFFERENCE_COLUMNS = ("difference", "95 % interval")
 MOST_COLUMNS = 1000  # to list
 MOST_CLASSES = 10
-
-Facts = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -280,46 +278,11 @@ def search_table(results: Results) -> ReportTable | None:
     return make_table("Candidates for λ", columns, [("", rows)], note)
 
 
-# -- data, arms, hardware and failures ---------------------------------------------------------------------------------
+# -- arms and failures -------------------------------------------------------------------------------------------------
 
 
-def facts(results: Results) -> Facts:
-    """Data, seeds, hardware, versions and time."""
-    experiment = results.experiment
-    found = dict.fromkeys([("Data", _data(results.data))])
-    for arm in results.arms:
-        if results.arm_data(arm) != results.data:
-            found[f"Data of “{arm.label}”", _data(results.arm_data(arm))] = None
-    time = formats.duration(experiment.seconds)
-    if experiment.started:
-        time += f", started {experiment.started[:16].replace('T', ' ')}"
-    hardware = [
-        value if isinstance(value, str) else f"{value} {key.removesuffix('s') if value == 1 else key}"
-        for key, value in experiment.hardware.items()
-        if value not in (None, "", "CPU")
-    ]
-    versions = "; ".join(f"{key} {value}" for key, value in experiment.versions.items()) or NONE
-    seeds = f"{len(experiment.seeds)} ({', '.join(map(str, experiment.seeds))})"
-    return [*found, ("Seeds", seeds), ("Hardware", "; ".join(hardware) or NONE), ("Versions", versions), ("Time", time)]
-
-
-def _data(data: DataSummary) -> str:
-    text = f"{data.name}: {_sizes(data)}"
-    if data.classes:
-        text += f"; classes: {_list_classes(data.classes)}"
-    if data.image_shape:
-        text += f"; images {' × '.join(str(side) for side in data.image_shape)}"
-    elif data.inputs:
-        text += f"; inputs {', '.join(data.inputs)}"
-    return text + "".join(f". {note.rstrip('.')}" for note in data.notes)
-
-
-def _sizes(data: DataSummary) -> str:
-    validation = [f"{data.validation:,} for validation"] if data.validation else []
-    return ", ".join([f"{data.train:,} for training", *validation, f"{data.test:,} for testing"])
-
-
-def _list_classes(classes: tuple[str, ...]) -> str:
+def list_classes(classes: tuple[str, ...]) -> str:
+    """Return the names of the first classes and the number of others."""
     rest = f", and {len(classes) - MOST_CLASSES:,} more" if len(classes) > MOST_CLASSES else ""
     return ", ".join(formats.shorten(label, 40) for label in classes[:MOST_CLASSES]) + rest
 
@@ -361,7 +324,7 @@ def column_table(table: TableSummary, rows: int) -> ReportTable:
     """Table of the target and how every column was read; `rows` is the number of training rows."""
     target = table.target
     kind = "classes" if target.classes else "number" if target.num_columns == 1 else f"{target.num_columns} numbers"
-    cells = [[formats.shorten(target.name, 80), f"target: {kind}", _list_classes(target.classes) or NONE, "0"]]
+    cells = [[formats.shorten(target.name, 80), f"target: {kind}", list_classes(target.classes) or NONE, "0"]]
     if target.columns:
         kinds = [kind if target.classes else _kind(column) for column in target.columns]
         named = zip(target.columns, kinds, strict=True)
