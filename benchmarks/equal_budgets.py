@@ -23,7 +23,7 @@ from image_sweeps import LEAST_EPOCHS, TIMED_STEPS, Sweeps, arguments, count_ope
 from torch import Tensor
 
 from torchace.lab.data import Dataset, Split
-from torchace.lab.data.image_files import read_idx
+from torchace.lab.data.datasets import read_idx
 from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import RunKey
 from torchace.lab.store import RunStore

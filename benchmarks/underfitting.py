@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchace.lab.report import read_results
-from torchace.lab.report.gains import arm_gains
+from torchace.lab.report.findings import arm_gains
 from torchace.lab.report.results import Results
 
 METRICS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.data.writers import small_cifar, small_mnist
-from torchace.lab.data.image_files import SOURCES
+from torchace.lab.data.datasets import SOURCES
 
 REAL_DATA = os.environ.get("TORCHACE_DATA", "")
 

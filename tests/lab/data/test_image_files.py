@@ -16,7 +16,7 @@ import pytest
 
 from tests.lab.data import writers
 from torchace.lab.data import DataError, load
-from torchace.lab.data.image_files import SOURCES, cache_dir, download
+from torchace.lab.data.datasets import SOURCES, cache_dir, download_file
 
 RETRIEVE = pooch.retrieve
 NOWHERE = "http://127.0.0.1:9/"  # the discard port: nothing answers
@@ -93,7 +93,7 @@ def test_download_of_cifar(server, monkeypatch):
 
 def download_error(url: str, *, name: str = "file.gz", folder: Path | None = None, digest: str = "0" * 64) -> str:
     with pytest.raises(DataError) as error:
-        download(replace(SOURCES["mnist"], urls=(url,)), name, digest, folder or cache_dir(), progress=False)
+        download_file(replace(SOURCES["mnist"], urls=(url,)), name, digest, folder or cache_dir(), progress=False)
     sentence = str(error.value)
     assert "\n" not in sentence
     assert name in sentence

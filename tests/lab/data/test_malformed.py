@@ -14,7 +14,7 @@ from tests.lab.data import writers
 from tests.lab.data.damaged_files import flip_bit, load_error, mutations
 from tests.lab.data.writers import idx, images, labels, pack
 from torchace.lab.data import DataError, load
-from torchace.lab.data.image_files import SOURCES
+from torchace.lab.data.datasets import SOURCES
 
 pytestmark = pytest.mark.usefixtures("small_sources")
 

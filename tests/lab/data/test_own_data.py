@@ -62,14 +62,6 @@ def test_images_of_whole_numbers_are_scaled_and_others_are_not() -> None:
     assert dataset((pixels[:, 0], Y), (pixels[:, 0], Y)).normalization("unit") == ((0.0,), (255.0,))
 
 
-@pytest.mark.parametrize("part", ["training", "test"])
-def test_a_class_without_samples_is_noted(part: str) -> None:
-    some = (X[Y < 2], Y[Y < 2])
-    train, test = ((X, Y), some) if part == "test" else ((X[Y != 1], Y[Y != 1]), (X, Y))
-    (note,) = dataset(train, test).notes
-    assert note.startswith(f"The {part} data has no sample of the class '{2 if part == 'test' else 1}';")
-
-
 @pytest.mark.parametrize(
     "x",
     [X.tolist(), list(X), tuple(X), list(X.numpy()), tuple(map(tuple, X.tolist())), X.numpy().astype(object)],
@@ -86,6 +78,9 @@ def test_a_list_of_samples_is_a_dataset() -> None:
     samples = list(zip(X, Y.tolist(), strict=True))
     read = dataset(samples, (X, Y)).train
     assert torch.equal(read.x, X)
+    assert torch.equal(read.y, Y)
+    read = dataset([{"x": x, "label": y} for x, y in samples], ({"x": X}, Y)).train
+    assert torch.equal(read.x["x"], X)
     assert torch.equal(read.y, Y)
 
 
@@ -124,6 +119,11 @@ def at(values: Tensor, index: int, value: float) -> Tensor:
         (FRAME, {}, "Expected a DataFrame for the test data too, but got tuple."),
         ((X, ["a", None] * 6), {}, "The training data has no label in sample 1; leave such samples out."),
         ((X, np.array(["a", math.nan] * 6, dtype=object)), {}, "The training data has no label in sample 1;"),
+        ((X, ["a", math.nan] * 6), {}, "The training data has no label in sample 1;"),
+        ((X, pd.Series(["a", pd.NA] * 6, dtype="string")), {}, "The training data has no label in sample 1;"),
+        ([(X[0], 0), (X[1], 1)], {}, "Expected one label for each sample, but they have several shapes;"),
+        ({"x": X, "y": Y}, {}, r"The training data is dict; give \(X, y\)"),
+        ((FRAME[["a"]], Y[:5]), {}, "The training inputs have 12 rows, but there are 5 targets;"),
         ("mine.csv", {}, "The training data is str; give "),
         (({"a": X}, Y), {}, r"The test samples are \(2,\) of float, but training samples are 'a' \(2,\) of float;"),
     ],

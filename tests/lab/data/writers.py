@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.image_files import SOURCES, Source
+from torchace.lab.data.datasets import SOURCES, Source
 
 MNIST, CIFAR10 = SOURCES["mnist"], SOURCES["cifar10"]
 

@@ -12,7 +12,7 @@ from tests.lab.report.figure_lines import draw, holds
 from tests.lab.report.synthetic_fits import CLASSES, FitSpec, write_fit
 from torchace._figures import FigureSpec
 from torchace.lab.report import Results, read_results
-from torchace.lab.report.array_plots import array_figures, contested_table
+from torchace.lab.report.plots import array_figures, contested_table
 
 Arrays = dict[str, np.ndarray]
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,8 @@ from tests.lab.report import synthetic_sweeps
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from tests.lab.report.synthetic_sweeps import ArmSpec, Spec
 from torchace.lab.report import Results, read_results, summary_sentences
-from torchace.lab.report.findings import findings, headline, missing_runs, other_gains
-from torchace.lab.report.page import contents
-from torchace.lab.report.setup import facts
+from torchace.lab.report.findings import expectation, findings, headline, missing_runs, other_gains
+from torchace.lab.report.page import contents, facts
 from torchace.lab.report.statistics import compare
 from torchace.lab.report.tables import difference_tables
 from torchace.lab.sweeps.result import SweepResult
@@ -162,6 +162,32 @@ def test_validation_data_chooses(tmp_path: Path) -> None:
     assert found.detail.endswith("paired over 5 seeds. The validation data chose λ.")
     zero = _swept(tmp_path / "zero", lambda d: 0.2 + 0.05 * d, validation=5000)
     assert _headline(zero).startswith("The validation data choose λ=0; λ=0.3 raises cross entropy: +")
+
+
+@pytest.mark.parametrize(
+    ("experiment", "run", "is_given"),
+    [
+        ({}, {}, True),
+        ({}, {"best_epoch": 1}, True),
+        ({}, {"best_epoch": 9}, True),  # more than the history has
+        ({}, {"history": []}, False),
+        ({"config": {"model": {"kind": "smoc"}}}, {}, False),
+        ({"config": {"arms": [{"model": {"kind": "branch"}}]}}, {}, False),
+        ({"config": {"arms": 3.0, "model": {"kind": ["a"]}}}, {}, False),
+        ({"task": "multilabel"}, {}, False),
+        ({"task": "regression"}, {}, False),
+    ],
+)
+def test_the_rule_of_one_training_is_for_classifiers_of_own_layers(
+    tmp_path: Path, experiment: dict[str, Any], run: dict[str, Any], is_given: bool
+) -> None:
+    """A task with one label has one «class», of which the rule knows nothing."""
+    classes = ["a"] if "task" in experiment else list("abcdefghij")
+    results = _swept(tmp_path, lambda d: 0.2, validation=5000, overrides=experiment, classes=classes)
+    for file in (tmp_path / "run" / "runs").glob("*.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), **run}))
+    results = read_results(tmp_path / "run")
+    assert expectation(results, results.arms[0]).startswith(" Expected from λ=0 alone: ") == is_given
 
 
 def test_arms_with_data_of_their_own(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.lab.report import synthetic_sweeps
 from tests.lab.report.figure_lines import draw
 from tests.lab.report.synthetic_sweeps import ArmSpec, Spec
 from torchace.lab.report import Results, read_results, write_report
-from torchace.lab.report.gains import arm_gains, gain_figures, gain_table, has_many_arms, sweep_headline
+from torchace.lab.report.findings import arm_gains, gain_figures, gain_table, has_many_arms, sweep_headline
 
 SLOPES = (-0.05, -0.01, -0.0001, 0.0, 0.0001, 0.01, 0.05, -0.02)  # of cross entropy in λ
 

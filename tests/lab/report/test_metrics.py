@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchace.lab.report.metrics import CLASSIFICATION, REGRESSION, TASKS, add_derived
+from torchace.lab.report.formats import CLASSIFICATION, REGRESSION, TASKS, add_derived, percentages
 
 
 def test_each_task_names_numbers_it_has() -> None:
@@ -38,3 +38,7 @@ def test_texts_of_a_metric() -> None:
     rmse = REGRESSION.metrics["rmse"]
     assert (rmse.value(54.2171), rmse.value(54321.7), rmse.difference(-2.951e9)) == ("54.22", "54,322", "−2.951×10⁹")
     assert CLASSIFICATION.metrics["cross_entropy"].interval((-0.0012, 0.0003)) == "−0.00120 to +0.00030"
+    assert CLASSIFICATION.metrics["cross_entropy"].interval((-2e-5, -3e-9)) == "−0.00002 to −3×10⁻⁹"
+    assert CLASSIFICATION.metrics["error"].interval((0.0, 2e-9)) == "0.000 to +2×10⁻⁷"
+    assert percentages([-1e-6, -3e-6, -2e-8], 1.0) == ["−0.000100", "−0.000300", "−0.000002"]
+    assert percentages([0.0], 1.0) == ["0.0"]

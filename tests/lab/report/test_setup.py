@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace.lab.report import Results, read_results
-from torchace.lab.report.setup import MOST_COLUMNS, column_table, facts, failure_table
-from torchace.lab.report.tables import ReportTable
+from torchace.lab.report.page import facts
+from torchace.lab.report.tables import MOST_COLUMNS, ReportTable, column_table, failure_table
 
 
 def _fit(tmp_path: Path, **schema: Any) -> Results:
@@ -24,6 +25,14 @@ def test_facts(table1_results: Results) -> None:
     assert found["Seeds"] == "5 (0, 1, 2, 3, 4)"
     assert found["Hardware"] == "NVIDIA H200; two cores; 2 threads"
     assert found["Time"] == "9.8 s, started 2026-01-31 12:00"
+
+
+def test_versions_and_machines_of_all_runs_are_named(table1_results: Results) -> None:
+    other = {"versions": {"torchace": "0.2.0", "torch": "2.13.0"}, "device": "CPU", "cpu": "one core", "threads": 1}
+    run, *runs = table1_results.runs
+    found = dict(facts(replace(table1_results, runs=(run.model_copy(update=other), *runs))))
+    assert found["Hardware"] == "NVIDIA H200; two cores; 2 threads; one core; 1 thread"
+    assert found["Versions"] == "torchace 0.1.0, 0.2.0; torch 2.13.0; python 3.11.7"
 
 
 def test_failures_and_damaged_files(failing: Path, table1_results: Results) -> None:

@@ -350,6 +350,12 @@ def test_ensembles_of_wrong_names_are_refused(tmp_path: Path) -> None:
         result.ensemble(0.5, 1, learning_rate=0.3)
     with pytest.raises(ValueError, match="Repeat the call of sweep"):
         ace.SweepResult(tmp_path).ensemble(0.5, 1, learning_rate=0.1)
+    content = json.loads((tmp_path / "experiment.json").read_text())
+    content["config"]["train"]["epoch"] = content["config"]["train"].pop("epochs")  # of another version
+    del content["sha256"]
+    (tmp_path / "experiment.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"experiment\.json: there is no key 'train\.epoch'.*'train\.epochs'\?$"):
+        result.ensemble(0.5, 1, learning_rate=0.1)
 
 
 def test_an_interrupt_saves_a_checkpoint_and_the_next_call_continues(tmp_path: Path) -> None:
@@ -484,6 +490,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "no λ": (CNN, {"diversities": None}, "Expected diversities to be a list, but got None"),
     "at": (CNN, {"at": "head"}, "`at` needs kind='branch', but got kind='separate'"),
+    "ray": (CNN, {"ray": "cluster"}, "^Expected ray=auto, local, HOST:PORT or ray://HOST:PORT, but got 'cluster'"),
     "parallel": (CNN, {"parallel": "members"}, r"parallel='members' needs several processes: torchrun"),
     "limit": (CNN, {"limit": 999}, "^limit: expected at most 160"),
     "one class": (CNN, {"num_classes": 1}, "Expected num_classes to be at least 2, but got 1"),

@@ -10,6 +10,7 @@ import torch
 
 from torchace.lab.data import load
 from torchace.lab.schema.experiment import DataSection
+from torchace.lab.sweeps.config import Components
 from torchace.lab.sweeps.loaded_data import LoadedData
 
 
@@ -36,3 +37,22 @@ def test_a_limit_of_a_sorted_file_has_all_its_classes(tmp_path: Path, suffix: st
 def test_a_limit_of_an_image_set_has_its_first_images() -> None:
     data = LoadedData.load(DataSection(name="digits", limit=50), "cpu").dataset
     assert torch.equal(data.train.x, load("digits").train.x[:50])
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "options", "message"),
+    [
+        ([0, 1, 2], [0, 1, 1], {}, "The test data has no sample of the class '2';"),
+        ([0, 2, 2], [0, 1, 2], {}, "The training data has no sample of the class '1';"),
+        ([0, 0, 0, 1, 2], [0, 1, 2], {"validation": 0.6}, "The training data has no sample of the class '1';"),
+        ([0, 0, 1, 0, 2], [0, 1, 2], {"limit": 4}, "The training data has no sample of the class '1';"),
+    ],
+    ids=["test", "training", "taken for validation", "left out by the limit"],
+)
+def test_a_class_without_samples_is_noted(
+    train: list[int], test: list[int], options: dict[str, float], message: str
+) -> None:
+    parts = tuple((torch.eye(len(y), 6), torch.tensor(y)) for y in (train, test))
+    with pytest.warns(UserWarning, match=message):
+        data = LoadedData.load(DataSection(name="given", **options), "cpu", Components(data=parts))
+    assert data.summary().notes[0].startswith(message)

@@ -25,12 +25,12 @@ from torchace.lab.data import DataError
 from torchace.lab.data.folds import assign_folds, number_blocks
 from torchace.lab.data.tables import read_table
 from torchace.lab.store import RunStore, RunStoreError
-from torchace.lab.tables.fit import FitCallback, TableFit
+from torchace.lab.tables.fit import TableFit
 from torchace.lab.tables.model import TableModel
 from torchace.lab.tables.training import TrainingError
 from torchace.lab.training.loop import Interrupted, Progress
 from torchace.lab.tuning.grid_search import GridSearch
-from torchace.lab.tuning.search import SearchStage
+from torchace.lab.tuning.search import SearchCallback, SearchStage
 
 Kind = tuple[str, Callable[..., Any], str]
 KINDS = [("pets.csv", pets, "pet"), ("houses.csv", houses, "price")]
@@ -211,7 +211,7 @@ def test_a_searched_diversity_is_the_one_that_is_trained(data: Path, tmp_path: P
 
 
 def test_a_recorder_receives_all_events(data: Path, tmp_path: Path) -> None:
-    class Recorder(FitCallback):
+    class Recorder(SearchCallback):
         def __init__(self) -> None:
             self.stages: list[tuple[int, str, float]] = []
             self.steps: list[Progress] = []

@@ -13,7 +13,7 @@ import torch
 
 from tests.lab.cli.command_line import houses, pets, write_table
 from torchace.lab.data import DataError
-from torchace.lab.report.setup import column_table
+from torchace.lab.report.tables import column_table
 from torchace.lab.tables.table import Table, TableSettings, load_table
 from torchace.lab.training.members import MemberPlan
 

@@ -13,7 +13,6 @@ from rich.progress import Progress as Bars
 from torchace.lab.cli.terminal import print_line
 from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.tables.fit import FitCallback
 from torchace.lab.training.loop import Progress
 from torchace.lab.tuning.search import SearchCallback, SearchStage
 
@@ -98,7 +97,7 @@ class SweepProgress(_Display, Callback):
         self._print(f"{_describe(group.runs)}: removed a checkpoint of other runs. Training starts again.")
 
 
-class FitProgress(_Display, FitCallback):
+class FitProgress(_Display, SearchCallback):
     """A bar for the search for λ, then for the training."""
 
     def __init__(self, console: Console) -> None:

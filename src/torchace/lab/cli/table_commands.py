@@ -57,7 +57,7 @@ def fit(
 
     from torchace.lab.cli.progress import FitProgress
     from torchace.lab.report import write_report
-    from torchace.lab.report.setup import column_table
+    from torchace.lab.report.tables import column_table
     from torchace.lab.tables.fit import TableFit
     from torchace.lab.training.loop import Interrupted
 
@@ -312,7 +312,7 @@ def _list_names(names: Iterable[str], limit: int = 20) -> str:
 
 
 def _score_table(by_part: Mapping[str, Any]) -> Any:
-    from torchace.lab.report.metrics import TASKS
+    from torchace.lab.report.formats import TASKS
 
     metrics = {**TASKS["regression"].metrics, **TASKS["classification"].metrics}
     table = _table("", *by_part)

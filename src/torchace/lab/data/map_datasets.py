@@ -139,7 +139,7 @@ def _read_batches(items: Items, batches: Iterator[list[Place]], num_workers: int
     try:
         yield from loaded
     except DataError as error:  # without the worker's traceback
-        raise DataError(str(error).rpartition("DataError: ")[2]) from None
+        raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
 
 
 @dataclass(frozen=True, eq=False)

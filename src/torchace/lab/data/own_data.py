@@ -30,7 +30,6 @@ from torchace.lab.data.splits import (
     check_classes,
     convert_inputs,
     encode_labels,
-    find_missing_classes,
     input_tensors,
     random_split,
 )
@@ -59,7 +58,7 @@ def make_dataset(
 ) -> Dataset:
     """Return a data set of a user's training, test and perhaps validation data, checked."""
     parts = {"training": train, "test": test} | ({} if validation is None else {"validation": validation})
-    parts = {part: _join_target(given) for part, given in parts.items()}
+    parts = {part: _join_target(given, part) for part, given in parts.items()}
     if any(map(_is_frame, parts.values())):
         splits, names = _table_splits(parts, options)
     elif all(map(_is_pair, parts.values())):
@@ -72,7 +71,7 @@ def make_dataset(
 
 def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], options: DataOptions) -> Dataset:
     """Check that the parts of the data fit together."""
-    train, num_targets, notes = splits["training"], 1, list[str]()
+    train, num_targets = splits["training"], 1
     for part, split in splits.items():
         if not len(split):
             raise DataError(f"The {part} data has no samples; give at least one.")
@@ -87,7 +86,6 @@ def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], optio
                 check_classes(split.y, len(names), part)
             if isinstance(split, StreamedSplit):
                 splits[part] = replace(split, num_classes=len(names))
-        notes = find_missing_classes(train.y, splits["test"].y, names)
     else:
         sizes = {part: next(split.chunks(1))[1].shape[1] for part, split in splits.items()}
         num_targets = sizes["training"]
@@ -113,7 +111,6 @@ def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], optio
         std=std,
         task=options.task,
         num_targets=num_targets,
-        notes=tuple(notes),
     )
 
 
@@ -145,7 +142,7 @@ def _describe(x: Inputs) -> str:
 
 def _is_pair(part: Any) -> bool:
     """Whether data is (X, y) and not a list of samples (x, y), which is a map-style Dataset."""
-    has_samples = isinstance(part, list) and len(part) != 2 and all(isinstance(item, tuple) for item in part)
+    has_samples = isinstance(part, list) and len(part) != 2 and all(isinstance(item, tuple | dict) for item in part)
     return isinstance(part, tuple | list) and not has_samples
 
 
@@ -205,13 +202,15 @@ def _is_frame(value: Any) -> bool:
     return hasattr(value, "columns") and hasattr(value, "iloc")
 
 
-def _join_target(part: Any) -> Any:
+def _join_target(given: Any, part: str) -> Any:
     """Return (DataFrame, targets) as one DataFrame with columns "target", or "target 0", "target 1", …."""
-    if not isinstance(part, tuple | list) or len(part) != 2 or not _is_frame(part[0]):
-        return part
-    y = pandas().DataFrame(np.asarray(part[1]))
+    if not isinstance(given, tuple | list) or len(given) != 2 or not _is_frame(given[0]):
+        return given
+    x, y = given[0], pandas().DataFrame(np.asarray(given[1]))
+    if len(x) != len(y):
+        raise DataError(f"The {part} inputs have {len(x)} rows, but there are {len(y)} targets; give one for each row.")
     names = ["target"] if y.shape[1] == 1 else [f"target {i}" for i in range(y.shape[1])]
-    return pandas().concat([part[0].reset_index(drop=True), y.set_axis(names, axis=1)], axis=1)
+    return pandas().concat([x.reset_index(drop=True), y.set_axis(names, axis=1)], axis=1)
 
 
 def _table_splits(frames: dict[str, Any], options: DataOptions) -> tuple[dict[str, AnySplit], tuple[str, ...]]:
@@ -241,8 +240,8 @@ def _table_splits(frames: dict[str, Any], options: DataOptions) -> tuple[dict[st
 def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
     if _is_pair(dataset):
         return _array_splits({part: dataset}, options)[0][part]
-    is_map = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, str)
-    if not is_map or isinstance(dataset, Tensor | np.ndarray):
+    is_map = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_map or isinstance(dataset, str | dict | Tensor | np.ndarray):
         raise DataError(f"The {part} data is {type(dataset).__name__}; {FORMS}, which has a length and items by index.")
     if isinstance(dataset, TensorDataset):
         *x, y = dataset.tensors

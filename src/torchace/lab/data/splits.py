@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace._checks import shape_of
-from torchace.lab.data.errors import DataError, quote, quote_all, row_number
+from torchace.lab.data.errors import DataError, pandas, quote, quote_all, row_number
 from torchace.lab.data.parsing import texts
 from torchace.lab.data.rng import hashed_key, permutation
 
@@ -327,14 +327,17 @@ def encode_labels(parts: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
 
     `parts` are the labels of each part of the data, the training data first.
     """
-    labels = {part: np.asarray(y) for part, y in parts.items()}
+    try:
+        labels = {part: np.asarray(y) for part, y in parts.items()}
+    except ValueError:
+        raise DataError("Expected one label for each sample, but they have several shapes; give (X, y).") from None
     train, *_ = labels.values()
     if train.dtype.kind not in "OSU":
         return labels, ()
     names = np.unique(train.astype(str))
     for part, y in labels.items():
-        missing = [i for i, label in enumerate(y.flat) if label is None or label != label]
-        if missing:
+        missing = np.flatnonzero(pandas().isna(np.asarray(parts[part], dtype=object)))  # NumPy makes NaN a text
+        if len(missing):
             raise DataError(f"The {part} data has no label in sample {missing[0]}; leave such samples out.")
         if len(unknown := np.setdiff1d(y.astype(str), names)):
             raise DataError(

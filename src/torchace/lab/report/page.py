@@ -13,11 +13,21 @@ from typing import TYPE_CHECKING, Any
 from torchace._extras import import_extra
 from torchace._figures import STYLE, FigureSpec, render_svg
 from torchace._files import write_atomic
-from torchace.lab.report import setup, tables
-from torchace.lab.report.array_plots import array_figures, contested_table
-from torchace.lab.report.findings import Finding, Headline, expectation, findings, headline, missing_runs, other_gains
-from torchace.lab.report.formats import at, capitalize
-from torchace.lab.report.gains import gain_figures, gain_table, has_many_arms, sweep_headline
+from torchace.lab.report import tables
+from torchace.lab.report.findings import (
+    Finding,
+    Headline,
+    expectation,
+    findings,
+    gain_figures,
+    gain_table,
+    has_many_arms,
+    headline,
+    missing_runs,
+    other_gains,
+    sweep_headline,
+)
+from torchace.lab.report.formats import NONE, at, capitalize, duration
 from torchace.lab.report.model_findings import (
     comparison_figures,
     detail_tables,
@@ -25,9 +35,10 @@ from torchace.lab.report.model_findings import (
     model_headline,
     model_table,
 )
-from torchace.lab.report.plots import lambda_figures
+from torchace.lab.report.plots import array_figures, contested_table, lambda_figures
 from torchace.lab.report.results import Results, read_results
 from torchace.lab.schema.reading import ResultFileError
+from torchace.lab.schema.results import DataSummary
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -104,19 +115,68 @@ def _result_sections(results: Results, groups: Mapping[str, list[FigureSpec]], m
 
 
 def _setup_sections(results: Results) -> list[PageSection]:
-    """Failures, data and setup."""
+    """Failures, data and tables."""
     data: list[tuple[str, Any]] = []
     if table := results.data.table:
         data.append(("list", [note for note in table.notes if note.strip()]))
-        data.append(("table", setup.column_table(table, results.data.train)))
-    about: list[tuple[str, Any]] = [("table", setup.arm_table(results)), ("facts", setup.facts(results))]
+        data.append(("table", tables.column_table(table, results.data.train)))
+    about: list[tuple[str, Any]] = [("table", tables.arm_table(results)), ("facts", facts(results))]
     if config := results.experiment.config:
         about.append(("code", json.dumps(config, indent=2, ensure_ascii=False, default=str)))
     return [
-        PageSection("Failed runs and damaged files", [("table", setup.failure_table(results))], is_open=True),
+        PageSection("Failed runs and damaged files", [("table", tables.failure_table(results))], is_open=True),
         PageSection("The data", data),
         PageSection("Setup", about),
     ]
+
+
+def facts(results: Results) -> list[tuple[str, str]]:
+    """Data, seeds, hardware, versions and time."""
+    experiment = results.experiment
+    found = dict.fromkeys([("Data", _data(results.data))])
+    for arm in results.arms:
+        if results.arm_data(arm) != results.data:
+            found[f"Data of “{arm.label}”", _data(results.arm_data(arm))] = None
+    time = duration(experiment.seconds)
+    if experiment.started:
+        time += f", started {experiment.started[:16].replace('T', ' ')}"
+    # runs of one directory may be of several versions and machines
+    machines = [experiment.hardware, *(run.model_dump(include={"device", "cpu", "threads"}) for run in results.runs)]
+    hardware = dict.fromkeys(
+        value if isinstance(value, str) else f"{value} {key.removesuffix('s') if value == 1 else key}"
+        for machine in machines
+        for key, value in machine.items()
+        if value not in (None, "", "CPU")
+    )
+    versions: dict[str, dict[str, None]] = {}
+    for recorded in (experiment.versions, *(run.versions for run in results.runs)):
+        for package, version in recorded.items():
+            versions.setdefault(package, {})[str(version)] = None
+    texts = [f"{package} {', '.join(found)}" for package, found in versions.items()]
+    seeds = f"{len(experiment.seeds)} ({', '.join(map(str, experiment.seeds))})"
+    return [
+        *found,
+        ("Seeds", seeds),
+        ("Hardware", "; ".join(hardware) or NONE),
+        ("Versions", "; ".join(texts) or NONE),
+        ("Time", time),
+    ]
+
+
+def _data(data: DataSummary) -> str:
+    text = f"{data.name}: {_sizes(data)}"
+    if data.classes:
+        text += f"; classes: {tables.list_classes(data.classes)}"
+    if data.image_shape:
+        text += f"; images {' × '.join(str(side) for side in data.image_shape)}"
+    elif data.inputs:
+        text += f"; inputs {', '.join(data.inputs)}"
+    return text + "".join(f". {note.rstrip('.')}" for note in data.notes)
+
+
+def _sizes(data: DataSummary) -> str:
+    validation = [f"{data.validation:,} for validation"] if data.validation else []
+    return ", ".join([f"{data.train:,} for training", *validation, f"{data.test:,} for testing"])
 
 
 def write_report(directory: str | Path, out: str | Path | None = None) -> Path:

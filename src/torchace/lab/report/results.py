@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.report.formats import quantity
-from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, with_own_metrics
+from torchace.lab.report.formats import TASKS, Metric, TaskLayout, add_derived, quantity, with_own_metrics
 from torchace.lab.schema.reading import ResultFileError, read_result
 from torchace.lab.schema.results import ArmSummary, DataSummary, ExperimentResult, RunResult
 from torchace.lab.schema.values import variant_name

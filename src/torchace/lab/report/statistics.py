@@ -15,7 +15,7 @@ from torchace.lab.schema.results import ArmSummary
 
 ALPHA = 0.05
 
-ROUNDING = 5e-7  # relative: of scores in float32; shown as 0.0000 %
+ROUNDING = 5e-7  # relative: of scores in float32
 EQUAL = "equal up to rounding: no interval"
 
 Interval = tuple[float, float]

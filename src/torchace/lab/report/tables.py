@@ -1,15 +1,15 @@
-"""Tables of results, for the page, the Markdown and the terminal."""
+"""Tables of results, data, arms and failures, for the page, the Markdown and the terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from itertools import groupby
 
 from torchace.lab.report import formats
-from torchace.lab.report.formats import NONE, at
-from torchace.lab.report.metrics import Metric
+from torchace.lab.report.formats import NONE, Metric, at, quantity
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import (
     Difference,
@@ -20,9 +20,11 @@ from torchace.lab.report.statistics import (
     paired_differences,
     summarize,
 )
-from torchace.lab.schema.results import ArmSummary, PaperRow
+from torchace.lab.schema.results import ArmSummary, ColumnSummary, Failure, PaperRow, TableSummary
 
 DIFFERENCE_COLUMNS = ("difference", "95 % interval")
+MOST_COLUMNS = 1000  # to list
+MOST_CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,8 @@ def difference_cells(metric: Metric, difference: Difference | None) -> list[Cell
     interval = Cell(difference.note, kind="text")
     if difference.joint_interval:
         interval = Cell(metric.interval(difference.joint_interval))
-    return [Cell(metric.change(difference.mean), strong=difference.significant), interval]
+    change = metric.change(difference.mean, with_sign=difference.significant)
+    return [Cell(change, strong=difference.significant), interval]
 
 
 def _difference_note(tested: Sequence[Difference]) -> str:
@@ -273,3 +276,85 @@ def search_table(results: Results) -> ReportTable | None:
         "test data."
     )
     return make_table("Candidates for λ", columns, [("", rows)], note)
+
+
+# -- arms and failures -------------------------------------------------------------------------------------------------
+
+
+def list_classes(classes: tuple[str, ...]) -> str:
+    """Return the names of the first classes and the number of others."""
+    rest = f", and {len(classes) - MOST_CLASSES:,} more" if len(classes) > MOST_CLASSES else ""
+    return ", ".join(formats.shorten(label, 40) for label in classes[:MOST_CLASSES]) + rest
+
+
+def arm_table(results: Results) -> ReportTable:
+    """Table of arms."""
+    rows = [
+        [
+            f"{arm.label}{' (baseline)' if arm.baseline else ''}",
+            str(arm.num_members),
+            arm.network or NONE,
+            NONE if arm.parameters is None else f"{arm.parameters:,}",
+            arm.batches,
+            ", ".join(formats.diversity(value) for value in sorted(set(arm.diversities))),
+        ]
+        for arm in results.arms
+    ]
+    name = "Model" if results.model else "Arm"
+    caption = "Arms" if len(results.arms) > 1 else name
+    return make_table(caption, (name, "K", "Network", "Parameters", "Batches", "λ"), [("", rows)], kinds="tntntt")
+
+
+def failure_table(results: Results) -> ReportTable | None:
+    """Table of failed runs and damaged files, if any."""
+    rows = []
+    for run in results.failed:
+        failure = run.failure or Failure(message="unknown reason")
+        step = "" if failure.step is None else f"Step {failure.step:,}: "
+        rows.append([run.run, step + failure.message])
+    rows += [[file, reason] for file, reason in results.damaged.items()]
+    heads = ("Run or file", "What happened")
+    return make_table("Failed runs and damaged files", heads, [("", rows)], kinds="tt") if rows else None
+
+
+# -- the columns of a user's table -------------------------------------------------------------------------------------
+
+
+def column_table(table: TableSummary, rows: int) -> ReportTable:
+    """Table of the target and how every column was read; `rows` is the number of training rows."""
+    target = table.target
+    kind = "classes" if target.classes else "number" if target.num_columns == 1 else f"{target.num_columns} numbers"
+    cells = [[formats.shorten(target.name, 80), f"target: {kind}", list_classes(target.classes) or NONE, "0"]]
+    if target.columns:
+        kinds = [kind if target.classes else _kind(column) for column in target.columns]
+        named = zip(target.columns, kinds, strict=True)
+        cells = [[formats.shorten(c.name, 80), f"target: {kind}", _values(c), "0"] for c, kind in named]
+    for column in table.columns[:MOST_COLUMNS]:
+        share = f" ({formats.number(100 * column.missing / rows, 1)} %)" if column.missing and rows else ""
+        cells.append([formats.shorten(column.name, 80), _kind(column), _values(column), f"{column.missing:,}{share}"])
+    rest = len(table.columns) - MOST_COLUMNS
+    note = f"{rest:,} more are not listed." if rest > 0 else ""
+    heads = ("Column", "Read as", "Values, or why it is left out", "Missing")
+    return make_table(f"Columns ({len(table.columns):,})", heads, [("", cells)], note, "tttn")
+
+
+def _kind(column: ColumnSummary) -> str:
+    like = f" like {column.format}" if column.format not in ("", "ISO8601") else ""
+    return "left out" if column.kind == "dropped" else column.kind + like
+
+
+def _values(column: ColumnSummary) -> str:
+    if column.kind == "dropped":
+        return formats.shorten(column.why or "no reason recorded", 300)
+    if column.kind == "category":
+        shown = [f"{formats.shorten(label, 40)} ({count:,})" for label, count in column.categories]
+        rest = max(column.num_categories, len(shown)) - len(shown)
+        return ", ".join(shown) + (f", and {rest:,} more" if shown and rest else "") or NONE
+    if column.min is None or column.max is None:
+        return NONE
+    if column.kind == "date":
+        form = "%H:%M" if column.format.startswith(("%H", "%I")) else "%Y-%m-%d %H:%M"
+        ends = [datetime(1970, 1, 1) + timedelta(seconds=value) for value in (column.min, column.max)]
+        return " to ".join(f"{end:{form}}".removesuffix(" 00:00") for end in ends)
+    mean = "" if column.mean is None or column.std is None else f"{quantity(column.mean)} ± {quantity(column.std)}, "
+    return f"{mean}{quantity(column.min)} to {quantity(column.max)}"

@@ -218,7 +218,7 @@ def _run(
                 executor.broadcast(None)  # the other ranks wait until all files are written
         except (ConfigError, RunStoreError) as error:
             text = re.sub(rf"^({'|'.join(_SECTIONS)})\.", "", str(error).replace("--out", "`out`"))
-            raise type(error)(text.replace("--parallel ", "parallel=")) from error
+            raise type(error)(re.sub("--(parallel|ray) ", r"\1=", text)) from error
     if failures:
         names = ", ".join(f"λ={run.diversity:g} with seed {run.seed}" for run in list(failures)[:5])
         more = ", ..." if len(failures) > 5 else ""

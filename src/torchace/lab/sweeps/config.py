@@ -25,7 +25,7 @@ import torch
 from pydantic import ValidationError
 
 import torchace
-from torchace.lab.report.metrics import TASKS
+from torchace.lab.report.formats import TASKS
 from torchace.lab.schema.experiment import OPTIMIZERS, Arm, Experiment
 from torchace.lab.schema.reading import describe_error, did_you_mean
 from torchace.lab.sweeps.fingerprint import object_name, source_digest

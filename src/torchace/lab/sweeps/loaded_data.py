@@ -18,7 +18,14 @@ from torchace.lab.data import Batches, CropFlip, Dataset, chunks, load
 from torchace.lab.data.batches import BatchTransform
 from torchace.lab.data.map_datasets import StreamedBatches, StreamedSplit
 from torchace.lab.data.own_data import DataOptions, make_dataset, read_data_file
-from torchace.lab.data.splits import Inputs, input_tensors, map_inputs, random_split, random_subset
+from torchace.lab.data.splits import (
+    Inputs,
+    find_missing_classes,
+    input_tensors,
+    map_inputs,
+    random_split,
+    random_subset,
+)
 from torchace.lab.schema.experiment import Arm, DataSection
 from torchace.lab.schema.reading import GIVEN
 from torchace.lab.schema.results import DataSummary
@@ -46,8 +53,6 @@ class LoadedData:
         components = components or Components()
         dataset = _load_dataset(section, device, components)
         validation = dataset.validation
-        for note in dataset.notes:
-            warnings.warn(note, stacklevel=2)
         if section.limit is not None:
             if section.limit > len(dataset.train):
                 raise ConfigError(
@@ -75,6 +80,11 @@ class LoadedData:
                 )
             train, validation = random_split(dataset.train, size, seed=0)
             dataset = replace(dataset, train=train)
+        if dataset.task == "classification":
+            notes = find_missing_classes(dataset.train.y, dataset.test.y, dataset.class_names)
+            dataset = replace(dataset, notes=tuple(notes))
+            for note in notes:
+                warnings.warn(note, stacklevel=2)
         transform = None if components.transform is None else BatchTransform(components.transform)
         return cls(dataset, section, validation, device, transform)
 

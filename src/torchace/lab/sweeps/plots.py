@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchace import _checks
 from torchace._figures import LIGHT, draw_on
-from torchace.lab.report.formats import capitalize
-from torchace.lab.report.metrics import TASKS, Metric, with_own_metrics
+from torchace.lab.report.formats import TASKS, Metric, capitalize, with_own_metrics
 from torchace.lab.report.plots import DASHED, MARKERS, SEED_STYLE, LambdaPlot
 from torchace.lab.report.statistics import Difference, compare, paired_differences, summarize
 from torchace.lab.sweeps.result import SweepResult

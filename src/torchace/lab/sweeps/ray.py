@@ -28,7 +28,7 @@ from torchace._files import write_atomic
 from torchace.lab.schema.results import GroupPlan, RunKey, RunResult
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.config import Components, hardware
+from torchace.lab.sweeps.config import Components, ConfigError, hardware
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, UnfinishedRunsError, config_digest, train_group
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.training.checkpoint import MANIFEST, CheckpointError, Checkpoints
@@ -73,7 +73,7 @@ def connect_ray(address: str, device: str) -> Iterator[RayExecutor]:
     try:
         ray.init(address, logging_level=logging.CRITICAL, log_to_driver=False, **options)
     except (RayError, RuntimeError, OSError, ValueError) as error:
-        raise ValueError(
+        raise ConfigError(
             f"Cannot join a Ray cluster with --ray {address} ({_last_line(error)}). From a machine outside the cluster "
             "use ray://HOST:10001; if it asks for a token, set RAY_AUTH_MODE=token; without a cluster use --ray local."
         ) from error
@@ -89,11 +89,11 @@ def _check_reachable(address: str) -> None:
     """Refuse an address that is invalid or does not respond; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
-        raise ValueError(f"Expected --ray auto, local, HOST:PORT or ray://HOST:PORT, but got {address!r}.")
+        raise ConfigError(f"Expected --ray auto, local, HOST:PORT or ray://HOST:PORT, but got {address!r}.")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except OSError as error:
-        raise ValueError(
+        raise ConfigError(
             f"Cannot reach a Ray cluster at {address}: {error.strerror or error}. Start one with `ray start --head` "
             "(it listens at 6379, for ray:// at 10001), or use --ray local."
         ) from error

@@ -17,10 +17,9 @@ from torchace.lab.report.formats import capitalize, count, join
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.statistics import comparable_means, compare, paired_differences
 from torchace.lab.report.tables import summarize_metric
-from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import ArmSummary, RunKey
 from torchace.lab.store import RunStore
-from torchace.lab.sweeps.config import Components, ConfigError
+from torchace.lab.sweeps.config import Components, ConfigError, parse_experiment
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network
 from torchace.nn.base import EnsembleModule
@@ -151,7 +150,8 @@ class SweepResult:
             ValueError: There is no such run, or its weights were not kept.
         """
         config = self._results().experiment.config
-        experiment = Experiment.model_validate({key: value for key, value in config.items() if key != "components"})
+        given = {key: value for key, value in config.items() if key != "components"}
+        experiment = parse_experiment(given, f"{self.directory}/experiment.json")
         arms = {one.name: one for one in experiment.complete_arms()}
         if arm is not None and arm not in arms:
             raise ValueError(f"Expected `arm` to be one of {', '.join(map(repr, arms))}, but got {arm!r}.")

@@ -30,7 +30,7 @@ from torchace.lab.tables.table import Table
 from torchace.lab.tables.training import FittedEnsemble, fit_ensemble
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.evaluate import evaluate
-from torchace.lab.training.loop import CheckpointPolicy, Progress
+from torchace.lab.training.loop import CheckpointPolicy
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.run_group import chunk_rows
 from torchace.lab.training.tasks import TASKS
@@ -38,13 +38,6 @@ from torchace.lab.tuning.search import SearchCache, SearchCallback
 from torchace.saving import ModelFileError
 
 SAVE_EVERY = 30.0  # seconds
-
-
-class FitCallback(SearchCallback):
-    """No-op callback; override what you need."""
-
-    def on_step(self, progress: Progress) -> None:
-        """Called while the model is trained."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +155,9 @@ class TableFit:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train(self, callback: FitCallback | None = None, stop: Callable[[], bool] = lambda: False) -> None:
+    def train(self, callback: SearchCallback | None = None, stop: Callable[[], bool] = lambda: False) -> None:
         """Search λ, train and score the model, and write the result files; `Interrupted` if `stop` returns True."""
-        callback, start, search = callback or FitCallback(), time.monotonic(), None
+        callback, start, search = callback or SearchCallback(), time.monotonic(), None
         diversity = self.diversity
         if diversity is None:  # seed + 1: the search must not use the model's seed
             cache = SearchCache(self.work / "search", SAVE_EVERY)

@@ -24,7 +24,7 @@ from torchace.lab.data import Split
 from torchace.lab.schema.results import Gain
 from torchace.lab.store import RunStore, RunStoreError, read_record, write_record
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.loop import CheckpointPolicy
+from torchace.lab.training.loop import CheckpointPolicy, Progress
 from torchace.lab.training.members import MemberPlan
 
 ALPHA = 0.05  # of the intervals
@@ -147,7 +147,7 @@ class SearchStage:
 
 
 class SearchCallback:
-    """No-op callback; override what you need."""
+    """No-op callback of a search or a fit; override what you need."""
 
     def on_search(self, stage: SearchStage, fraction: float) -> None:
         """Called while a stage of a grid search trains."""
@@ -157,6 +157,9 @@ class SearchCallback:
 
     def on_trial(self, number: int, value: float | None, best: float | None) -> None:
         """Called after a trial; `value` is None unless it is complete."""
+
+    def on_step(self, progress: Progress) -> None:
+        """Called while the model of a fit trains."""
 
 
 def fingerprint_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
