@@ -9,6 +9,7 @@ import errno
 import io
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,13 +52,27 @@ app = typer.Typer(
     context_settings={"max_content_width": 100},
     help=TOUR,
 )
+EXAMPLES = {
+    "fit": "fit flowers.csv --target species --diversity auto",
+    "show": "show models/flowers",
+    "predict": "predict models/flowers new.csv --out predictions.csv",
+    "evaluate": "evaluate models/flowers labeled.csv --out scores.json",
+    "tune": "tune flowers.csv --target species --trials 20",
+    "export": "export models/flowers --onnx flowers.onnx",
+    "run": "run digits --seeds 3 --set train.epochs=5 --out runs/short",
+    "report": "report runs/digits",
+    "diagnose": "diagnose predictions.npz --out diagnosis",
+}
+
+
+def _help(command: Callable[..., None]) -> str:
+    return f"{command.__doc__}\n\nExample: torchace {EXAMPLES[command.__name__]}"
 
 
 for command in (*table_commands.COMMANDS, sweep_commands.run, sweep_commands.report):
-    app.command()(command)
+    app.command(help=_help(command))(command)
 
 
-@app.command()
 def diagnose(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="An .npz or .safetensors file with logits (K, N, C) and target (N,).")
@@ -72,6 +87,9 @@ def diagnose(
     if out is not None:
         findings.save(out)
         print_line(f"Written to {out}.")
+
+
+app.command(help=_help(diagnose))(diagnose)
 
 
 @app.command()
