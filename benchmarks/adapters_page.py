@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import measure
+from page_text import fold
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 GIB = 1 << 30
@@ -82,7 +83,7 @@ def members_section(title: str, network: str, name: str) -> list[str]:
         f"At λ=0 the ensemble of multiplicative members has a cross entropy of {score('multiplicative')}; one network "
         f"has {score('one network')}, separate members {score('separate')}.",
         "",
-        measure.table([*header, "disagreement, %", "time per step"], cells),
+        fold("All scores", measure.table([*header, "disagreement, %", "time per step"], cells)),
         "",
         f"{network}; K={settings['num_members']}, rank {settings['rank']}, {settings['epochs']} epochs, batches of "
         f"{settings['batch_size']}, AdamW, learning rate {settings['learning_rate']:g}; branched at "

@@ -377,7 +377,10 @@ def curve(ax: Axes, runs: list[dict[str, Any]], key: str, label: str, color: str
         ax.axhline(means[0], color=color, linestyle="--", linewidth=1, label=label)
         return
     ax.errorbar(list(values), means, deviations, color=color, marker="o", label=label, capsize=2)
-    ax.set_xticks(list(values), [f"{d:g}" for d in values])
+    shown, room = [], (0.09 if ax.figure.get_figwidth() < 5 else 0) * max(values)  # labels must not overlap
+    for diversity in values:
+        shown += [diversity] if not shown or diversity - shown[-1] >= room else []
+    ax.set_xticks(shown, [f"{d:g}" for d in shown])
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
 _IMAGE = re.compile(r'<img alt="([^"]*)" src="[^"]*figures/(\w+)\.svg" ?/?>')
+_OPTION = re.compile(r"--\w[\w-]*")  # browsers would break it after its dashes
 _ARM = re.compile(r"<tr>\s*<td[^>]*><strong>([^<]*)</strong></td>(?:\s*<td[^>]*></td>)+\s*</tr>")
 
 
@@ -24,7 +25,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(content: str, **_: Any) -> str:
     """Replace images by their SVG, one layout for wide pages and one for phones; lay out tables."""
     content = _IMAGE.sub(lambda match: _figure(match[1], match[2]), content)
-    return re.sub(r"<table>.*?</table>", lambda match: _table(match[0]), content, flags=re.DOTALL)
+    content = re.sub(r"<table>.*?</table>", lambda match: _table(match[0]), content, flags=re.DOTALL)
+    return re.sub(
+        r"<code>[^<]*</code>", lambda match: _OPTION.sub(r'<span class="option">\g<0></span>', match[0]), content
+    )
 
 
 def _readme_section(title: str) -> str:
