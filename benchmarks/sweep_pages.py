@@ -129,7 +129,16 @@ def render(page: str) -> str | None:
             return None
         parts += [f"## {heading}"] if heading else []
         parts += describe(name, command, json.loads(file.read_text("utf-8")))
-    return "\n\n".join(parts) + "\n"
+    return drop_repeated("\n\n".join(parts)) + "\n"
+
+
+def drop_repeated(text: str) -> str:
+    """Keep the first of several equal notes on tables."""
+    blocks: list[str] = []
+    for block in text.split("\n\n"):
+        if block not in blocks or not block[0].isalpha():
+            blocks.append(block)
+    return "\n\n".join(blocks)
 
 
 def main() -> None:
