@@ -255,13 +255,11 @@ def render(sets: dict[str, dict[str, Any]]) -> str:
         "*One mark per cell. Filled: significant.*",
         *early_section(sets),
         "## A rule from one training at λ=0",
-        f"1. If the training loss is below {OVERFIT:g} times the validation loss, the members overfit. First stop "
-        "earlier.\n"
-        "2. Otherwise choose λ=0.7 if members disagree on less than 6 % of the samples, λ=0.5 below 15 %, and λ=0.1 "
-        "above.\n"
-        f"3. The expected gain is {SHARE:g} · λ · A · min(2, √(n / P)) · min(1, (C − 1) / 9). A is the gain from "
-        "averaging: the members' mean loss minus the ensemble's, relative to the ensemble's. n is the number of "
-        "training samples, P of parameters per member, C of classes. "
+        f"1. Training loss below {OVERFIT:g} times the validation loss: the members overfit. First stop earlier.\n"
+        "2. Otherwise λ=0.7 if members disagree on less than 6 % of the samples, λ=0.5 below 15 %, λ=0.1 above.\n"
+        f"3. Expect a gain of {SHARE:g} · λ · A · min(2, √(n / P)) · min(1, (C − 1) / 9): A is the gain from averaging "
+        "(the members' mean loss minus the ensemble's, relative to it), n the number of training samples, P of "
+        "parameters per member, C of classes. "
         f"Below {100 * WORTHWHILE:g} %, λ does not pay.",
         "`torchace.diagnosis.advise_diversity` computes it; `diagnose` and reports of sweeps show it, and "
         '`diversity="auto"` ends the search at overfitting.',
@@ -269,10 +267,9 @@ def render(sets: dict[str, dict[str, Any]]) -> str:
         "test**: its gains were known when the form of the rule was chosen. Letters and vowel were not used.",
         "| cells | classes | number | overfit | pays or not: rule right | always «pays»: right | rule's λ lowers the "
         "loss | λ=0.5 lowers the loss |\n| --- | --: | --: | --: | --: | --: | --: | --: |\n" + "\n".join(rows),
-        f"«Pays» means a gain of at least {100 * WORTHWHILE:g} % at the λ chosen on validation data; overfitted cells "
-        "are not counted. Noisy or merged labels and tables: the same experiment with `data.file` instead of "
-        "`data.name`, on a CPU, with 8 and 32 hidden units. Images: 1,000, 10,000 and 50,000 samples and 4 seeds "
-        "(2026-11-18); tables: two sizes and 6 seeds.",
+        f"«Pays»: a gain of at least {100 * WORTHWHILE:g} % at the λ chosen on validation data; overfitted cells are not "
+        "counted. Noisy or merged labels and tables: the same experiment with `data.file`, on a CPU, with 8 and 32 "
+        "hidden units. Images: 1,000, 10,000 and 50,000 samples, 4 seeds (2026-11-18); tables: two sizes, 6 seeds.",
         describe_few_classes(),
         "## Setup",
         describe_runs(sets),
