@@ -267,8 +267,8 @@ def render(sets: dict[str, dict[str, Any]]) -> str:
         "test**: its gains were known when the form of the rule was chosen. Letters and vowel were not used.",
         "| cells | classes | number | overfit | pays or not: rule right | always «pays»: right | rule's λ lowers the "
         "loss | λ=0.5 lowers the loss |\n| --- | --: | --: | --: | --: | --: | --: | --: |\n" + "\n".join(rows),
-        f"«Pays»: a gain of at least {100 * WORTHWHILE:g} % at the λ chosen on validation data; overfitted cells are not "
-        "counted. Noisy or merged labels and tables: the same experiment with `data.file`, on a CPU, with 8 and 32 "
+        f"«Pays»: a gain of at least {100 * WORTHWHILE:g} % at the λ chosen on validation data; overfitted cells are "
+        "not counted. Noisy or merged labels and tables: the same experiment with `data.file`, on a CPU, with 8 and 32 "
         "hidden units. Images: 1,000, 10,000 and 50,000 samples, 4 seeds (2026-11-18); tables: two sizes, 6 seeds.",
         describe_few_classes(),
         "## Setup",
