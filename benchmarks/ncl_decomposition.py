@@ -185,7 +185,8 @@ def make_page(text: str, results: dict[str, Any]) -> str:
 
 Mean squared error on the test set and its terms, in units of the target's variance. Brackets: 95 % bootstrap intervals
 over the {trainings} trainings, paired by initial weights and samples. With T trainings, variance and covariance are
-biased by (T-1)/T, and bias² is larger by their sum divided by T; so are bootstrap samples: a value may lie near the upper end.
+biased by (T-1)/T, and bias² is larger by their sum divided by T. So are bootstrap samples: a value may lie near the
+upper end.
 
 - {settings["data"]}; {TEST_SAMPLES} fixed test samples; each training sees {samples}
 - {MEMBERS} members with one hidden tanh layer: {WIDTH} units each, or linear heads on one trunk of {2 * WIDTH} units
