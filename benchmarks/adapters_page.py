@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import measure
+from page_text import fold
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 GIB = 1 << 30
+DATA = {"cifar10": "CIFAR-10"}
 
 
 def read(name: str) -> dict[str, Any] | None:
@@ -63,10 +65,17 @@ def members_section(title: str, network: str, name: str) -> list[str]:
         for row in rows
     ]
     header = ["members", "λ", "accuracy, %", "cross entropy", "one member's accuracy, %", "gain over one member"]
+    setup = (
+        f"{network}; K={settings['num_members']}, rank {settings['rank']}, {settings['epochs']} epochs, batches of "
+        f"{settings['batch_size']}, AdamW, learning rate {settings['learning_rate']:g}; branched at "
+        f"`{settings['branched_at']}`. Mean ± standard deviation over {rows[0]['seeds']} seeds. Gain: the members' "
+        "mean cross entropy minus the ensemble's. Time per step: relative to one network. "
+        f"{describe_environment(results)}."
+    )
     return [
         f"## {title}",
         "",
-        "Test images on which two members disagree:",
+        f"{network}: test images on which two members disagree.",
         "",
         measure.table(
             ["", "multiplicative adapters", "low-rank adapters", "only heads (SMOC)", "separate members"],
@@ -82,13 +91,9 @@ def members_section(title: str, network: str, name: str) -> list[str]:
         f"At λ=0 the ensemble of multiplicative members has a cross entropy of {score('multiplicative')}; one network "
         f"has {score('one network')}, separate members {score('separate')}.",
         "",
-        measure.table([*header, "disagreement, %", "time per step"], cells),
-        "",
-        f"{network}; K={settings['num_members']}, rank {settings['rank']}, {settings['epochs']} epochs, batches of "
-        f"{settings['batch_size']}, AdamW, learning rate {settings['learning_rate']:g}; branched at "
-        f"`{settings['branched_at']}`. Mean ± standard deviation over {rows[0]['seeds']} seeds. Gain: the members' "
-        "mean cross entropy minus the ensemble's. Time per step: relative to one network. "
-        f"{describe_environment(results)}.",
+        fold(
+            "All scores and setup", f"{measure.table([*header, 'disagreement, %', 'time per step'], cells)}\n\n{setup}"
+        ),
         "",
     ]
 
@@ -117,7 +122,7 @@ def finetuning_section(results: dict[str, Any]) -> list[str]:
         "",
         measure.table([*header, "AUROC, entropy", "disagreement, %", "ms per step"], cells),
         "",
-        f"{settings['data']}, {settings['images']:,} images for fine-tuning, K={settings['num_members']}, rank "
+        f"{DATA[settings['data']]}, {settings['images']:,} images for fine-tuning, K={settings['num_members']}, rank "
         f"{settings['rank']}, {settings['epochs'][0]} and {settings['epochs'][1]} epochs, batches of "
         f"{settings['batch_size']}. Learning rates (the best of three on validation data with another seed): {rates}. "
         f"Mean ± standard deviation over {results['rows'][0]['seeds']} seeds. {describe_environment(results)}.",
@@ -149,7 +154,9 @@ def speed_section(results: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    finding = "Members that share all weights and differ by small adapters (`ace.adapt`) remain diverse in training."
+    finding = (
+        "**Members that share all weights and differ by small adapters (`ace.adapt`) remain diverse in training.**"
+    )
     if results := read("bench_adapters_gpu"):
         faster = next(row for row in results["rows"] if row["contender"] == "one pass")["times_faster_than_peft"]
         finding += f" Eight members in one pass train {faster['median']:.1f} times faster than with peft one by one."

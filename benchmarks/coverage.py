@@ -97,32 +97,30 @@ def make_page(rows: list[dict], runs: int) -> str:  # type: ignore[type-arg]
         "",
         f"**95 % intervals cover the true gain in {min(every):.0f} to {max(every):.0f} % of simulations.**",
         "",
-        f"Each row has {runs:,} simulated gains (standard error {error:.1f} points). «Crossed» is the interval that "
-        "torchace reports if it has the loss of every sample; otherwise it reports «seeds alone», the t interval of "
-        "the mean gains of the seeds. «Shares» are those of seeds, samples and their interaction in the variance of "
-        "the mean gain.",
+        "torchace reports the «crossed» interval if it has the loss of every sample, else that of the «seeds alone», "
+        "the t interval of the seeds' mean gains. The latter covers new seeds, not new samples.",
         "",
-        "Written by `benchmarks/coverage.py`.",
+        "| Seeds | Variance: seeds / samples / both | "
+        + " | ".join(f"{n} samples: crossed | {n} samples: seeds alone" for n in SAMPLES)
+        + " |",
+        "| --: | :-- | " + " | ".join(["--: | --:"] * len(SAMPLES)) + " |",
+    ]
+    for seeds, shares in itertools.product(SEEDS, SHARES):
+        cells = [f"{seeds}", " / ".join(f"{share:g}" for share in shares)]
+        for samples, name in itertools.product(SAMPLES, ("seeds and samples", "seeds alone")):
+            here = (seeds, samples, list(shares))
+            found = [100 * r[name] for r in rows if (r["seeds"], r["samples"], list(r["shares"])) == here]
+            cells.append(f"{min(found):.1f} to {max(found):.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Coverage in %, lowest and highest of {len(DISTRIBUTIONS)} distributions of the differences: "
+        f"{'; '.join(DISTRIBUTIONS)}. {runs:,} simulated gains each (standard error {error:.1f} points). Variance: "
+        "shares of seeds, samples and their interaction in the variance of the mean gain.",
+        "",
+        "Written by `benchmarks/coverage.py`; [every case](coverage.json).",
         "",
     ]
-    for samples in SAMPLES:
-        found = [row for row in rows if row["samples"] == samples]
-        crossed = [100 * row["seeds and samples"] for row in found]
-        usual = [100 * row["seeds and samples"] for row in found if row["seeds"] >= 5]
-        lines += [
-            f"## {samples} samples",
-            "",
-            f"Crossed: {min(crossed):.1f} % to {max(crossed):.1f} %, with five seeds or more {min(usual):.1f} % to "
-            f"{max(usual):.1f} %.",
-            "",
-            "| Differences | Seeds | Shares | Crossed, % | Seeds alone, % |",
-            "| :-- | --: | :-- | --: | --: |",
-        ]
-        for row in found:
-            shares = " / ".join(f"{share:g}" for share in row["shares"])
-            both = f"{100 * row['seeds and samples']:.1f} | {100 * row['seeds alone']:.1f}"
-            lines.append(f"| {row['distribution']} | {row['seeds']} | {shares} | {both} |")
-        lines.append("")
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from page_text import (
     RESULTS,
     Values,
     difference,
+    fold,
     interval_text,
     is_significant,
     mean_and_sd,
@@ -182,18 +183,17 @@ def main() -> None:
         "",
         "![Error, cross entropy and calibration error by width](../figures/equal_budgets.svg)",
         "",
-        f"{design['num_members']} members of ResNet-{design['depth']} on CIFAR-10, trained jointly with λ, are "
-        f"compared with the same members at λ=0, one network of twice the width ({size_text(widths, 'wider')}), and "
-        f"one deeper network of the same width ({size_text(widths, 'deeper')}). λ was chosen on validation images with "
-        "two seeds that are not part of the comparison.",
+        f"{design['num_members']} ResNet-{design['depth']} on CIFAR-10, with the λ that two other seeds chose on "
+        "validation images, against the same at λ=0, one network of twice the width "
+        f"({size_text(widths, 'wider')}) and one deeper network ({size_text(widths, 'deeper')}).",
         "",
     ]
     for width in widths:
         lines += width.section()
     lines += [
-        f"Mean ± standard deviation over {len(design['seeds'])} seeds. Operations: multiplications of one image's "
-        "forward pass, all members together. Brackets: joint 95 % intervals of paired differences for the 9 "
-        "comparisons of a width (Bonferroni); bold: the interval excludes zero. Calibration error: 15 bins, top label.",
+        f"Mean ± standard deviation over {len(design['seeds'])} seeds. Operations: multiplications of a forward pass "
+        "of all members. Brackets: joint 95 % intervals of the 9 paired differences of a width (Bonferroni); bold: "
+        "without zero. Calibration error: 15 bins, top label.",
         "",
     ]
     number = sum(len({row["shift"] for row in width.entry["shifted"]}) for width in widths)
@@ -213,18 +213,17 @@ def main() -> None:
             "",
             f"λ changes the AUROC of mutual information significantly in {changed} of {number} rows.",
             "",
-            "The same networks on other images. Each cell shows the value at λ=0 and the paired change at the chosen "
-            "λ, with a joint 95 % interval for the rows of a column (Bonferroni). AUROC: how well a score separates "
-            "these images from CIFAR-10's test images. MNIST and Fashion-MNIST: images with 32x32 pixels and three "
-            "equal channels. Other rows: CIFAR-10's test images with Gaussian noise (standard deviation 25 of 255), a "
-            "5x5 binomial blur, 40 % of the contrast, or 16x16 pixels. "
+            fold("All rows", measure.table(header, shifted)),
+            "",
+            "Each cell: the value at λ=0 and the paired change at the chosen λ, with a joint 95 % interval for the "
+            "rows of a column (Bonferroni). AUROC: how well a score separates these images from CIFAR-10's test "
+            "images. MNIST and Fashion-MNIST have 32x32 pixels and three equal channels. Noise: standard deviation "
+            "25 of 255; blur: 5x5, binomial; contrast: 40 %; pixelation: 16x16. "
             + (
-                "Held-out classes: the members were trained on eight classes and tested on images of the other two."
+                "Held-out classes: trained on eight classes, tested on the other two."
                 if any(row[1] == "held-out classes" for row in shifted)
                 else "Held-out classes were not run."
             ),
-            "",
-            measure.table(header, shifted),
             "",
         ]
     lines += [

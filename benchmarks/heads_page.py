@@ -96,9 +96,8 @@ def main() -> None:
     gain = sum(runs.values(best, "gain").values()) / len(runs.rows[best])
     assert loss is not None
     reason = (
-        f"The reason: single heads get worse by as much as the ensemble gains. “{LABELS[best[0]]}” at λ={best[1]:g} "
-        f"has the largest gain over one head, {gain:.4f}, but one such head is worse than one linear head at λ=0 by "
-        f"{loss.mean:.4f}."
+        f"Single heads get worse by as much as the ensemble gains. “{LABELS[best[0]]}” at λ={best[1]:g} gains most "
+        f"over one head, {gain:.4f}; one such head is worse than a linear one at λ=0 by {loss.mean:.4f}."
     )
     least, most = (
         f(sum(v.values()) / len(v) for k in runs.rows if k[0] == "plain" for v in [runs.values(k, "disagreement")])
@@ -120,14 +119,12 @@ def main() -> None:
         "",
         finding,
         "",
-        f"Linear heads on one feature vector become copies of each other: two of them differ on {100 * least:.2f} to "
-        f"{100 * most:.2f} % of the test images. The other kinds differ by construction.",
+        f"Linear heads on one feature vector become copies: two differ on {100 * least:.2f} to {100 * most:.2f} % of "
+        "the test images. The other kinds differ by construction.",
         "",
         reason,
         "",
         "![Disagreement and cross entropy by λ](../figures/heads.svg)",
-        "",
-        "Mean and standard deviation over seeds.",
         "",
         measure.table(header, rows),
         "",

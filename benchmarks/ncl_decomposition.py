@@ -169,7 +169,7 @@ def state_finding(results: dict[str, Any]) -> str:
     if lower:
         text = f"λ={DIVERSITIES[1]:g} lowers the error of {', '.join(lower)}"
     if higher:
-        text += f"; it raises the error of: {', '.join(higher)}"
+        text += f"; it raises that of {' and '.join(name.replace(', ', ' after ') for name in higher)}"
     return f"**{text}.**"
 
 
@@ -183,11 +183,10 @@ def make_page(text: str, results: dict[str, Any]) -> str:
 
 {text}
 
-Mean squared error on the test set and its terms (docs/DESIGN.md, mathematics, line 12), in units of the target's
-variance. Brackets: 95 % bootstrap intervals over the {trainings} trainings. Both λ of a training share initial weights
-and samples, so differences are paired. With a finite number T of trainings, variance and covariance are biased by the
-factor (T-1)/T, and bias² is larger by their sum divided by T. A bootstrap sample repeats trainings, which lowers its
-variance in the same way: a value may lie near the upper end of its interval.
+Mean squared error on the test set and its terms, in units of the target's variance. Brackets: 95 % bootstrap intervals
+over the {trainings} trainings, paired by initial weights and samples. With T trainings, variance and covariance are
+biased by (T-1)/T, and bias² is larger by their sum divided by T. So are bootstrap samples: a value may lie near the
+upper end.
 
 - {settings["data"]}; {TEST_SAMPLES} fixed test samples; each training sees {samples}
 - {MEMBERS} members with one hidden tanh layer: {WIDTH} units each, or linear heads on one trunk of {2 * WIDTH} units

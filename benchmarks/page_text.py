@@ -51,6 +51,11 @@ def is_significant(estimate: MeanEstimate, tests: int = 1) -> bool:
     return low > 0 or high < 0
 
 
+def fold(title: str, text: str) -> str:
+    """Return a text that a click on its title shows."""
+    return f"<details markdown>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
 def setup_text(*files: dict[str, Any]) -> str:
     """Describe training and hardware of files written by `image_sweeps.Sweeps`."""
     settings, place = files[0]["settings"], files[0]["environment"]

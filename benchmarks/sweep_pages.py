@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import measure
-from page_text import RESULTS
+from page_text import RESULTS, fold
 
 from torchace.lab.report import Results, read_results, summary_sentences
 from torchace.lab.report.page import table_markdown
@@ -39,9 +39,9 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
         "second, on exchanged batches, with the same best λ |\n"
         "| λ > 0 raises the accuracy | Significant only for the second network on shared batches |\n"
         "| One member gets worse as λ grows | **Confirmed** |\n\n"
-        "The paper does not state its network. The first network below matches a single member of the paper at λ=0; "
-        "the second is wider and trained for fewer epochs. Separate batches for each member (the paper's λ=0) help "
-        "more than any λ on shared batches.\n\n"
+        "The paper does not state its network. The first one below matches its single member at λ=0; the second is "
+        "wider and trained more briefly. Separate batches (the paper's λ=0) help more than any λ on shared "
+        "batches.\n\n"
         "![Cross entropy against λ](../figures/table1.svg)",
         {
             "100 hidden units, 18 epochs": ("table1", "torchace run table1"),
@@ -55,19 +55,19 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
         "Branching earlier: ResNet-20 on CIFAR-10",
         "**λ has an effect only if members have their own layers; one network with as many parameters scores as "
         "well.**\n\n"
-        "Heads on one feature vector (SMOC) collapse and score like one network. Members with their own last stage "
-        "differ, and their ensemble is better than one network of the same width.\n\n"
+        "Heads on one feature vector (SMOC) collapse. Members with their own last stage differ and beat one network "
+        "of the same width.\n\n"
         "![Cross entropy against λ](../figures/branched.svg)",
         {"": ("branched", "torchace run branched")},
     ),
     "table2_short": (
         "Table 2 at a quarter of its length: SMOC on CIFAR-10",
         "**Ten classifiers on one ResNet-110 score like one.**\n\n"
-        "The paper trains four times as long. The heads collapse: one head has the same cross entropy as the ensemble. "
-        "No λ differs significantly from λ=0 or from K=1. The control (K=1 with its initial head weights times 1/√10) "
-        "is no better, so small initial weights do not explain a gain. The paper's cross entropy of 0.4957 at λ=0.5 is "
-        "not reproduced.\n\n"
-        "**Gradients into the other members prevent training**: with `detach_others = false` the error is several "
+        "- The heads collapse: one head has the same cross entropy as the ensemble.\n"
+        "- No λ differs significantly from λ=0 or from K=1; the paper's 0.4957 at λ=0.5 is not reproduced.\n"
+        "- The control (K=1 with its initial head weights times 1/√10) is no better: small initial weights explain no "
+        "gain.\n"
+        "- **Gradients into the other members prevent training**: with `detach_others = false` the error is several "
         "times as large. The paper's members were probably not trained in this way.\n\n"
         "![Cross entropy against λ, without the ablation](../figures/table2_short.svg)\n\n"
         "Error bars: 95 % intervals over seeds; band: K=1. The paper's value at λ=0.5 is off the scale."
@@ -101,13 +101,13 @@ def restore(content: dict[str, Any], directory: Path) -> Results:
     return read_results(directory)
 
 
-def describe(name: str, command: str, content: dict[str, Any], level: str) -> list[str]:
+def describe(name: str, command: str, content: dict[str, Any]) -> list[str]:
     """Return headlines, tables and setup of one file as Markdown."""
     with tempfile.TemporaryDirectory() as folder:
         results = restore(content, Path(folder))
         parts = ["\n".join(f"- {sentence}" for sentence in summary_sentences(results))]
         compared = difference_tables(results)[0]
-        parts += [table_markdown(result_table(results)), f"{level} {compared.caption}", table_markdown(compared)]
+        parts += [table_markdown(result_table(results)), fold(compared.caption, table_markdown(compared))]
     about = content["experiment"]
     versions, commit = about["versions"], about.get("commit") or "not recorded"
     return [
@@ -127,8 +127,17 @@ def render(page: str) -> str | None:
         if not file.exists():
             return None
         parts += [f"## {heading}"] if heading else []
-        parts += describe(name, command, json.loads(file.read_text("utf-8")), "###" if heading else "##")
-    return "\n\n".join(parts) + "\n"
+        parts += describe(name, command, json.loads(file.read_text("utf-8")))
+    return drop_repeated("\n\n".join(parts)) + "\n"
+
+
+def drop_repeated(text: str) -> str:
+    """Keep the first of several equal notes on tables."""
+    blocks: list[str] = []
+    for block in text.split("\n\n"):
+        if block not in blocks or not block[0].isalpha():
+            blocks.append(block)
+    return "\n\n".join(blocks)
 
 
 def main() -> None:

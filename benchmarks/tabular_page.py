@@ -7,7 +7,7 @@ from typing import Any
 
 import measure
 import pandas as pd
-from page_text import signed
+from page_text import fold, signed
 
 from torchace._statistics import mean_over_seeds
 
@@ -78,9 +78,7 @@ def section(runs: pd.DataFrame, metric: str) -> list[str]:
         "",
         measure.table(header, rows),
         "",
-        f"{METRICS[metric]} of each table:",
-        "",
-        measure.table(["table", *names], by_table).replace(" -", " −"),
+        fold(f"{METRICS[metric]} of each table", measure.table(["table", *names], by_table).replace(" -", " −")),
         "",
     ]
 
@@ -128,14 +126,14 @@ def headline(scores: pd.DataFrame, metric: str) -> str:
     higher = metric == "r2"
     estimator = "NCLRegressor" if higher else "ACEClassifier"
     peers = scores[[name for name in scores if not name.startswith(BASE)]].mean().sort_values(ascending=not higher)
-    text = f"With its defaults, `{estimator}` has a mean {METRICS[metric]} of {scores[BASE].mean():.3f}"
-    text += f" ({scores[OLD].mean():.3f} with the old defaults)" if OLD in scores else ""
+    text = f"**`{estimator}` with its defaults: mean {METRICS[metric]} {scores[BASE].mean():.3f}**"
+    text += f" (old defaults: {scores[OLD].mean():.3f})" if OLD in scores else ""
     if not len(peers):
         return text + "."
     low, high = interval(scores[BASE] - scores[peers.index[0]])
     return (
-        f"{text}. The best other model, {peers.index[0]}, has {peers.iloc[0]:.3f} "
-        f"(95 % interval of the difference: {signed(low, 3)} to {signed(high, 3)})."
+        f"{text}. The best other model, {peers.index[0]}: {peers.iloc[0]:.3f} (95 % interval of the difference "
+        f"{signed(low, 3)} to {signed(high, 3)})."
     )
 
 
@@ -143,9 +141,9 @@ def notes(results: dict[str, Any], runs: pd.DataFrame) -> list[str]:
     """Describe how the numbers were measured, and missing results."""
     place = results["environment"]
     lines = [
-        f"At most {results['max_rows']:,} rows for training and all other rows (at most 5,000) for the scores. Every "
-        "contender has its own defaults, one thread and the same splits. Means over seeds, then over tables; "
-        "intervals are paired, with tables as the unit (t, 95 %). The targets compare CPU seconds. "
+        f"At most {results['max_rows']:,} rows for training, all others (at most 5,000) for the scores; every model "
+        "with its defaults, one thread and the same splits. Means over seeds, then over tables; intervals are paired, "
+        "with tables as the unit (t, 95 %). The targets compare CPU seconds. "
         f"{results['jobs']} processes ran at a time ({place['cpu']}, torch {place['torch']}, commit "
         f"{place['commit']})."
     ]
@@ -180,7 +178,7 @@ def page(results: dict[str, Any]) -> str:
         counts = ", ".join(f"λ={value:g}: {count}" for value, count in chosen.value_counts().sort_index().items())
         sections += [f"Number of fits by the λ that λ auto chose: {counts}.", ""] if len(chosen) else []
     return "\n".join(
-        ["# The estimators on real tables", "", " ".join(findings), ""]
-        + ["## Targets", "", measure.table(["target", "measured", "met"], aims), "", *sections]
+        ["# The estimators on real tables", "", *(f"- {finding}" for finding in findings), "", *sections]
+        + ["## Targets", "", measure.table(["target", "measured", "met"], aims), ""]
         + ["## How it was measured", "", "\n\n".join(notes(results, runs)), ""]
     )

@@ -114,6 +114,23 @@ def test_a_wide_table_scrolls_and_shows_it(served: str, browser: Browser) -> Non
     page.close()
 
 
+def test_tables_of_runs_have_heads_of_two_levels_and_rows_for_arms(site: Path) -> None:
+    table = (site / "results" / "table1.html").read_text("utf-8").partition("100 hidden units")[2]
+    assert '<th class="group" colspan="4">Ensemble</th>' in table
+    assert '<tr><th class="arm" colspan="11">shared batches (K=5)</th></tr>' in table
+    assert "<td>0.9811\u00a0±\u00a00.0009</td>" in re.sub(r"<td [^>]*>", "<td>", table)
+    claims = (site / "index.html").read_text("utf-8")
+    assert '<td><strong class="verdict yes">Yes</strong>: cross entropy 0.1651' in claims
+
+
+@needs_browser
+def test_the_front_page_answers_on_one_screen(served: str, browser: Browser) -> None:
+    page = browser.page(width=1280, height=800)
+    page.open(f"{served}/index.html")
+    assert page.wait("document.querySelector('.cards').getBoundingClientRect().bottom") <= 800
+    page.close()
+
+
 @needs_browser
 def test_copied_commands_have_no_prompt(served: str, page: Page) -> None:
     page.open(f"{served}/guides/data.html")
@@ -153,7 +170,7 @@ def test_formulas_are_drawn(served: str, page: Page, name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "where"),
     [
-        ("collusion", "related.html"),  # a word of one page
+        ("collusion", "related.html#joint-training"),  # a word of one page
         ("mutual_information", "api/scores/mutual_information.html"),  # a whole name
         ("log_probs", "api/scores/ensemble_log_probs.html"),  # a part of one
         ("λ", "choosing.html"),

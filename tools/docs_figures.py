@@ -167,7 +167,12 @@ def mark_gain(ax: Axes, runs: list[dict[str, Any]]) -> None:
     best = min(means, key=lambda diversity: means[diversity])
     ax.axhline(means[0.0], color=INK, linestyle="--", linewidth=1)
     ax.text(0.5, means[0.0] + 0.0006, "members fitted alone (λ=0)", ha="center", va="bottom", fontsize=8)
-    ax.annotate("", (best, means[best]), (best, means[0.0]), arrowprops={"arrowstyle": "->", "color": ORANGE})
+    ax.annotate(
+        "",
+        (best, means[best]),
+        (best, means[0.0]),
+        arrowprops={"arrowstyle": "-|>", "color": ORANGE, "shrinkA": 0, "shrinkB": 8},
+    )
     change = f"{100 * means[best] / means[0.0] - 100:+.0f} %".replace("-", "−")
     ax.text(best - 0.03, means[best] * 0.4 + means[0.0] * 0.6, change, ha="right", fontsize=12)
     ax.set_ylim(None, means[0.0] + 0.004)
@@ -369,7 +374,10 @@ def curve(ax: Axes, runs: list[dict[str, Any]], key: str, label: str, color: str
         ax.axhline(means[0], color=color, linestyle="--", linewidth=1, label=label)
         return
     ax.errorbar(list(values), means, deviations, color=color, marker="o", label=label, capsize=2)
-    ax.set_xticks(list(values), [f"{d:g}" for d in values])
+    shown, room = [], (0.09 if ax.figure.get_figwidth() < 5 else 0) * max(values)  # labels must not overlap
+    for diversity in values:
+        shown += [diversity] if not shown or diversity - shown[-1] >= room else []
+    ax.set_xticks(shown, [f"{d:g}" for d in shown])
 
 
 @functools.cache

@@ -1,8 +1,9 @@
-"""MkDocs hook: figures as a part of the page, in its colors; wide result pages; README's table on the front page."""
+"""MkDocs hook: figures in the page's colors, readable tables of results, README's tables on the front page."""
 
 from __future__ import annotations
 
 import html
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
 _IMAGE = re.compile(r'<img alt="([^"]*)" src="[^"]*figures/(\w+)\.svg" ?/?>')
+_OPTION = re.compile(r"--\w[\w-]*")  # browsers would break it after its dashes
+_ARM = re.compile(r"<tr>\s*<td[^>]*><strong>([^<]*)</strong></td>(?:\s*<td[^>]*></td>)+\s*</tr>")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -20,8 +23,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace images by their SVG, one layout for wide pages and one for phones."""
-    return _IMAGE.sub(lambda match: _figure(match[1], match[2]), content)
+    """Replace images by their SVG, one layout for wide pages and one for phones; lay out tables."""
+    content = _IMAGE.sub(lambda match: _figure(match[1], match[2]), content)
+    content = re.sub(r"<table>.*?</table>", lambda match: _table(match[0]), content, flags=re.DOTALL)
+    return re.sub(
+        r"<code>[^<]*</code>", lambda match: _OPTION.sub(r'<span class="option">\g<0></span>', match[0]), content
+    )
 
 
 def _readme_section(title: str) -> str:
@@ -30,6 +37,37 @@ def _readme_section(title: str) -> str:
     section = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     assert section is not None, f"README.md has no section {title!r}"
     return section[1].replace("](docs/", "](")
+
+
+def _table(text: str) -> str:
+    """Lay out a table: heads of two levels, an arm's name over its rows, numbers on one line, colored verdicts."""
+    text = re.sub(r"<tr>(\s*<th[^>]*>.*?</th>)+\s*</tr>", lambda row: _two_levels(row[0]), text, flags=re.DOTALL)
+    text = _ARM.sub(lambda row: f'<tr><th class="arm" colspan="{row[0].count("<td")}">{row[1]}</th></tr>', text)
+    text = re.sub(r"(?<=[\d%]) (±|to) (?=[−+\d])", "\u00a0\\1\u00a0", text)
+    if "<th>evidence</th>" not in text:
+        return text
+    return f'<div class="claims">{re.sub(r"<td><strong>(.+?)</strong>", _verdict, text)}</div>'
+
+
+def _two_levels(row: str) -> str:
+    """Give the columns «group: name» of one group a common head above their names."""
+    cells = re.findall(r"<th([^>]*)>(.*?)</th>", row, re.DOTALL)
+    if not any(": " in text for _, text in cells):
+        return row
+    above, below = [], []
+    for group, members in itertools.groupby(cells, lambda cell: cell[1].partition(": ")[0] if ": " in cell[1] else ""):
+        columns = list(members)
+        if group:
+            above.append(f'<th class="group" colspan="{len(columns)}">{group}</th>')
+            below += [f"<th{style}>{text.partition(': ')[2]}</th>" for style, text in columns]
+        else:
+            above += [f'<th rowspan="2"{style}>{text}</th>' for style, text in columns]
+    return f"<tr>{''.join(above)}</tr><tr>{''.join(below)}</tr>"
+
+
+def _verdict(cell: re.Match[str]) -> str:
+    kind = {"Yes": "yes", "No": "no"}.get(cell[1], "partly")
+    return f'<td><strong class="verdict {kind}">{cell[1]}</strong>'
 
 
 def _figure(alt: str, name: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 
 import torchace
@@ -181,6 +182,18 @@ def test_version_and_help(invoke: Invoke) -> None:
     named = re.findall(r"^ +torchace (\w+)", outcome.out, re.MULTILINE)  # the tour leads from a table to experiments
     assert named == ["fit", "show", "predict", "run", "run", "run"]
     assert max(map(len, outcome.out.splitlines())) <= 100
+
+
+def test_the_help_of_a_command_has_an_example_that_it_accepts() -> None:
+    command = typer.main.get_command(cli.app)
+    for name, example in cli.EXAMPLES.items():
+        part = command.commands[name]
+        assert f"Example: torchace {example}\n" in part.get_help(
+            part.context_class(part, info_name=name, terminal_width=100)
+        )
+        with part.make_context(name, example.split()[1:]) as context:  # wrong options are errors here
+            assert example.startswith(f"{name} ")
+            assert context.params
 
 
 def test_shell_completion() -> None:

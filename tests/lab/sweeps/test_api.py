@@ -136,6 +136,8 @@ def test_frame_table_and_best(trained: ace.SweepResult) -> None:
     assert frame[["diversity", "seed"]].values.tolist() == [[d, s] for d in DIVERSITIES for s in sorted(SEEDS)]
     needed = {"accuracy", "cross_entropy", "member_accuracy", "disagreement", "status", "seconds", "parameters"}
     assert needed <= set(frame.columns)
+    lines = str(trained).split("\ndiversity")[1].splitlines()
+    assert max(map(len, lines)) <= 80  # one column for each λ
     table = trained.table()
     assert table.index.tolist() == list(DIVERSITIES)
     means = frame.groupby("diversity")["cross_entropy"].mean()

@@ -9,8 +9,9 @@ import errno
 import io
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeVar, Any
 
 from torchace import __version__
 from torchace._extras import missing_extra, package_name
@@ -57,6 +58,8 @@ Repeat `fit`, `tune` or `run` to resume it. `torchace COMMAND --help` explains a
 --install-completion` makes the tab key complete commands and options.
 """
 
+Command = TypeVar("Command", bound=Callable[..., None])
+
 app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
@@ -64,13 +67,29 @@ app = typer.Typer(
     context_settings={"max_content_width": 100},
     help=TOUR,
 )
+EXAMPLES = {
+    "fit": "fit flowers.csv --target species --diversity auto",
+    "show": "show models/flowers",
+    "predict": "predict models/flowers new.csv --out predictions.csv",
+    "evaluate": "evaluate models/flowers labeled.csv --out scores.json",
+    "tune": "tune flowers.csv --target species --trials 20",
+    "export": "export models/flowers --onnx flowers.onnx",
+    "run": "run digits --seeds 3 --set train.epochs=5 --out runs/short",
+    "report": "report runs/digits",
+    "diagnose": "diagnose predictions.npz --out diagnosis",
+}
+
+
+def _command(function: Command) -> Command:
+    """Add a command, with an example in its help."""
+    return app.command(help=f"{function.__doc__}\n\nExample: torchace {EXAMPLES[function.__name__]}")(function)
 
 
 for command in table_commands.COMMANDS:
-    app.command()(command)
+    _command(command)
 
 
-@app.command()
+@_command
 def run(
     experiment: Annotated[
         str, typer.Argument(metavar="EXPERIMENT", help="A built-in experiment or the path of a TOML file.")
@@ -136,7 +155,7 @@ def run(
             raise typer.Exit(SOME_FAILED)
 
 
-@app.command()
+@_command
 def report(directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Run directory.")]) -> None:
     """Write the report of a run directory."""
     from torchace.lab.report import read_results, rich_table, summary_sentences, write_report
@@ -151,7 +170,7 @@ def report(directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="
         print_error(f"Skipped: {reason} Delete the files of this run to train it again.")
 
 
-@app.command()
+@_command
 def diagnose(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="An .npz or .safetensors file with logits (K, N, C) and target (N,).")

@@ -118,7 +118,7 @@ def comparison_figures(comparison: ModelComparison) -> list[FigureSpec]:
         axes.xaxis.set_major_locator(MaxNLocator(5))
 
     title = f"{formats.capitalize(LOSSES[comparison.loss])} of the ensemble minus that of each baseline"
-    caption = "95 % intervals over the rows. Blue: the ensemble is better. Orange: the baseline is better."
+    caption = "95 % intervals over the rows. Blue: the ensemble is better; orange: the baseline; gray: open."
     return [FigureSpec("baselines", "headline", title, caption, title, draw, 3.2)]
 
 

@@ -186,6 +186,7 @@ class SweepResult:
         sentences, table = _sentences(self._results(arrays=True)), self.table()
         if len(table):
             shown = table[[key for key in table if not key.endswith("_sd")]]
+            shown = shown.T if len(shown) <= 6 else shown  # fits into 80 columns
             sentences.append(shown.to_string(float_format="{:.4g}".format, na_rep=""))
         return "\n".join([repr(self), *sentences])
 

@@ -287,7 +287,7 @@ class TableFit:
         content |= {
             "name": self.out.name,
             "title": f"{target.name}, from {table.name}",
-            "description": f"{self.plan.num_members} networks trained jointly to predict {target.name}.",
+            "description": f"{self.plan.num_members} networks that predict {target.name} together.",
             "task": table.task,
             "data": {**data, **{name: len(rows) for name, rows in table.rows.items()}},
             "arms": [{**arm, "diversities": [result.diversity]}],
