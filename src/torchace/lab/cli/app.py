@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar, Any
+from typing import Annotated, Any, TypeVar
 
 from torchace import __version__
 from torchace._extras import missing_extra, package_name
