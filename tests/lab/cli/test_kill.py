@@ -127,29 +127,19 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def test_a_killed_fit(server: ForkServer, tmp_path: Path) -> None:
-    usual = uninterrupted(server, FIT, tmp_path / "uninterrupted")
-    assert set(usual.operations) == set(OPERATIONS)
-    draw = random.Random(KILLS)
-    kills = fits = halfway = 0
+def kill_and_repeat(
+    usual: Uninterrupted, server: ForkServer, command: tuple[str, ...]
+) -> Iterator[tuple[Killing, bool]]:
+    """Until there were enough kills, in as many folders as that takes; after each process, and whether it was done."""
+    draw, kills, folders = random.Random(KILLS), 0, 0
     while kills < KILLS:
-        folder = prepared(tmp_path / f"fit{fits}")
-        killing = Killing(server, folder, FIT, usual, draw, kills)
+        killing = Killing(server, prepared(usual.folder.parent / f"{folders}"), command, usual, draw, kills)
         done = False
         while not done:
-            done = killing.again() if killing.kills < KILLS else finish_command(server, FIT, folder)
-            # never anything that loads but is not complete
-            assert is_complete(folder / "model") or not done
-            if not done:
-                killing.check_groups(folder / "model.work" / "search" / "groups")
-                halfway += bool(checkpoints(folder))
-        kills, fits = killing.kills, fits + 1
-        finish_command(
-            server, FIT, folder
-        )  # a killed process may have put the model in place and left its working directory
-        assert read_untimed(folder / "model") == read_untimed(usual.folder / "model")
-        assert sorted(path.name for path in folder.iterdir()) == ["model", "pets.csv", "stderr", "stdout", "sweep.toml"]
-    print(f"{kills} killed, {halfway} of them in the middle of a training; {fits} fits")
+            done = killing.again() if killing.kills < KILLS else finish_command(server, command, killing.folder)
+            yield killing, done
+        kills, folders = killing.kills, folders + 1
+    print(f"{kills} killed in {folders} folders")
 
 
 def finish_command(server: ForkServer, command: tuple[str, ...], folder: Path) -> bool:
@@ -158,64 +148,54 @@ def finish_command(server: ForkServer, command: tuple[str, ...], folder: Path) -
     return True
 
 
+def test_a_killed_fit(server: ForkServer, tmp_path: Path) -> None:
+    usual = uninterrupted(server, FIT, tmp_path / "uninterrupted")
+    assert set(usual.operations) == set(OPERATIONS)
+    for killing, done in kill_and_repeat(usual, server, FIT):
+        folder = killing.folder
+        assert is_complete(folder / "model") or not done  # never anything that loads but is not complete
+        if not done:
+            killing.check_groups(folder / "model.work" / "search" / "groups")
+            continue
+        # a killed process may have put the model in place and left its working directory
+        finish_command(server, FIT, folder)
+        assert read_untimed(folder / "model") == read_untimed(usual.folder / "model")
+        assert sorted(path.name for path in folder.iterdir()) == ["model", "pets.csv", "stderr", "stdout", "sweep.toml"]
+
+
 def test_a_killed_search_for_lambda(server: ForkServer, tmp_path: Path) -> None:
     usual = uninterrupted(server, TUNE, tmp_path / "uninterrupted")
-    expected = json.loads((tmp_path / "uninterrupted" / "search" / "tune.json").read_text())
-    draw = random.Random(KILLS)
-    kills = searches = 0
-    while kills < KILLS:
-        folder = prepared(tmp_path / f"search{searches}")
-        killing = Killing(server, folder, TUNE, usual, draw, kills)
-        done = False
-        while not done:
-            done = killing.again() if killing.kills < KILLS else finish_command(server, TUNE, folder)
-            killing.check_groups(folder / "search" / "search" / "groups")
-            file = folder / "search" / "tune.json"
-            assert not file.exists() or json.loads(file.read_text()) == expected
-        assert json.loads(file.read_text()) == expected
-        kills, searches = killing.kills, searches + 1
-    print(f"{kills} killed; {searches} searches")
+    expected = json.loads((usual.folder / "search" / "tune.json").read_text())
+    for killing, done in kill_and_repeat(usual, server, TUNE):
+        killing.check_groups(killing.folder / "search" / "search" / "groups")
+        file = killing.folder / "search" / "tune.json"
+        assert json.loads(file.read_text()) == expected if file.exists() else not done
 
 
 def test_a_killed_sweep(server: ForkServer, tmp_path: Path) -> None:
     usual = uninterrupted(server, RUN, tmp_path / "uninterrupted")
-    draw = random.Random(KILLS)
-    kills = sweeps = halfway = 0
-    while kills < KILLS:
-        folder = prepared(tmp_path / f"sweep{sweeps}")
-        killing = Killing(server, folder, RUN, usual, draw, kills)
-        done = False
-        while not done:
-            done = killing.again() if killing.kills < KILLS else finish_command(server, RUN, folder)
-            killing.check_groups(folder / "out" / "runs")
-            halfway += bool(checkpoints(folder))
-        assert leftovers(folder / "out") == []
-        assert stored_files(folder / "out") == stored_files(usual.folder / "out")
-        kills, sweeps = killing.kills, sweeps + 1
-    print(f"{kills} killed, {halfway} of them in the middle of a training; {sweeps} sweeps")
+    for killing, done in kill_and_repeat(usual, server, RUN):
+        out = killing.folder / "out"
+        killing.check_groups(out / "runs")
+        if done:
+            assert leftovers(out) == []
+            assert stored_files(out) == stored_files(usual.folder / "out")
 
 
 def test_a_killed_search_of_all_hyperparameters(server: ForkServer, tmp_path: Path) -> None:
     """No finished trial is lost or changed; trials of killed processes would be retried after 90 seconds."""
     usual = replace(uninterrupted(server, TRIALS, tmp_path / "uninterrupted"), operations={})  # SQLite has its own
-    draw = random.Random(KILLS)
-    kills = studies = 0
-    while kills < KILLS:
-        folder = prepared(tmp_path / f"study{studies}")
-        killing = Killing(server, folder, TRIALS, usual, draw, kills)
-        done, before = False, {}
-        while not done:
-            done = killing.again() if killing.kills < KILLS else finish_command(server, TRIALS, folder)
-            now = complete(folder / "study" / "study.db")
-            assert before.items() <= now.items()
-            before = now
-        kills, studies = killing.kills, studies + 1
-        found = json.loads((folder / "study" / "tune.json").read_text())
-        assert len(before) == 4
-        assert {trial["number"]: trial["value"] for trial in found["trials"] if trial["state"] == "complete"} == before
-        assert {trial["state"] for trial in found["trials"]} <= {"complete", "failed", "running"}
-        assert found["best"]["value"] == min(before.values())
-    print(f"{kills} killed; {studies} studies")
+    before: dict[int, float] = {}
+    for killing, done in kill_and_repeat(usual, server, TRIALS):
+        now = complete(killing.folder / "study" / "study.db")
+        assert before.items() <= now.items()
+        before = {} if done else now  # of the next folder
+        if done:
+            found = json.loads((killing.folder / "study" / "tune.json").read_text())
+            assert len(now) == 4
+            assert {trial["number"]: trial["value"] for trial in found["trials"] if trial["state"] == "complete"} == now
+            assert {trial["state"] for trial in found["trials"]} <= {"complete", "failed", "running"}
+            assert found["best"]["value"] == min(now.values())
 
 
 def finished_trials(folder: Path) -> list[tuple[dict[str, float], float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -207,97 +207,41 @@ def table1(directory: Path, **changes: Any) -> Path:
     """Three arms: shared and exchanged batches at six λ, separate ones at λ=0; the paper's Table 1 beside."""
     grid = [row[0] for row in TABLE1]
     arms = [
-        ArmSpec("shared", "shared batches", 5, grid, lambda d: 0.0670 - 0.001 * d + 0.002 * d**4, lambda d: 0.02),
-        ArmSpec(
-            "exchanged",
-            "exchanged batches",
-            5,
-            grid,
-            lambda d: 0.0649 + 0.013 * (d - 0.35) ** 2 - 0.0016,
-            lambda d: 0.0195 - 0.0006 * d,
-            batches="exchanged",
-        ),
-        ArmSpec(
-            "separate",
-            "separate batches",
-            5,
-            [0],
-            lambda d: 0.0644,
-            lambda d: 0.0196,
-            batches="separate",
-            baseline=True,
-        ),
+        ArmSpec(name, f"{name} batches", 5, own_grid, *scores, batches=name, baseline=name == "separate")
+        for name, own_grid, *scores in (
+            ("shared", grid, lambda d: 0.0670 - 0.001 * d + 0.002 * d**4, lambda d: 0.02),
+            ("exchanged", grid, lambda d: 0.0649 + 0.013 * (d - 0.35) ** 2 - 0.0016, lambda d: 0.0195 - 0.0006 * d),
+            ("separate", [0], lambda d: 0.0644, lambda d: 0.0196),
+        )
     ]
-    rows = [
-        {
-            "label": f"λ={row[0]:g}",
-            "num_members": 5,
-            "diversity": row[0],
-            "accuracy": row[1],
-            "cross_entropy": row[2],
-            "member_accuracy": row[3],
-            "member_cross_entropy": row[4],
-            # the paper's λ=0 has separate batches
-            "arms": ["separate"] if row[0] == 0 else ["shared", "exchanged"],
-        }
-        for row in TABLE1
-    ]
+    names = ("diversity", "accuracy", "cross_entropy", "member_accuracy", "member_cross_entropy")
+    rows = [{"label": f"λ={row[0]:g}", "num_members": 5, **dict(zip(names, row, strict=True))} for row in TABLE1]
+    for row in rows:  # the paper's λ=0 has separate batches
+        row["arms"] = ["separate"] if row["diversity"] == 0 else ["shared", "exchanged"]
     title = "Several models on MNIST: the paper's Table 1"
     spec = Spec("table1", title, arms, paper={"table": "Table 1", "rows": rows})
-    return write(directory, _change(spec, changes))
+    return write(directory, replace(spec, **changes))
 
 
 def table2(directory: Path, **changes: Any) -> Path:
     """K=1, its control, and K=10 heads that collapse; the paper's Table 2 beside, color images."""
-    network = "ResNet-110, SMOC"
+    one: dict[str, Any] = {"network": "ResNet-110", "baseline": True}
+    ten: dict[str, Any] = {"network": "ResNet-110, SMOC", "noise": 0.003}
+    grid = [row[1] for row in TABLE2 if row[1] is not None]
+    collapsed = (lambda d: 0.302 + 0.004 * d, lambda d: 0.062, lambda d: 0.0002 + 0.0003 * d)
     arms = [
-        ArmSpec("single", "K=1", 1, [0], lambda d: 0.3056, lambda d: 0.0643, network="ResNet-110", baseline=True),
-        ArmSpec(
-            "control",
-            "K=1, head started at 1/√10",
-            1,
-            [0],
-            lambda d: 0.301,
-            lambda d: 0.0622,
-            network="ResNet-110",
-            baseline=True,
-        ),
-        ArmSpec(
-            "smoc",
-            "SMOC",
-            10,
-            [row[1] for row in TABLE2 if row[1] is not None],
-            lambda d: 0.302 + 0.004 * d,
-            lambda d: 0.062,
-            disagreement=lambda d: 0.0002 + 0.0003 * d,
-            network=network,
-            noise=0.003,
-        ),
+        ArmSpec("single", "K=1", 1, [0], lambda d: 0.3056, lambda d: 0.0643, **one),
+        ArmSpec("control", "K=1, head started at 1/√10", 1, [0], lambda d: 0.301, lambda d: 0.0622, **one),
+        ArmSpec("smoc", "SMOC", 10, grid, *collapsed, **ten),
     ]
-    rows = [
-        {
-            "num_members": k,
-            "diversity": d,
-            "error": error,
-            "cross_entropy": ce,
-            "arms": ["single" if k == 1 else "smoc"],
-        }
-        for k, d, error, ce in TABLE2
-    ]
+    names = ("num_members", "diversity", "error", "cross_entropy")
+    rows = [{**dict(zip(names, row, strict=True)), "arms": ["single" if row[0] == 1 else "smoc"]} for row in TABLE2]
     title = "SMOC on CIFAR-10: the paper's Table 2"
     spec = Spec("table2", title, arms, data="cifar10", classes=CIFAR, image_shape=(32, 32, 3))
-    spec.paper = {"table": "Table 2", "rows": rows}
-    return write(directory, _change(spec, changes))
+    return write(directory, replace(spec, paper={"table": "Table 2", "rows": rows}, **changes))
 
 
 def small(directory: Path, **changes: Any) -> Path:
     """One arm, three λ, no images, no paper."""
     arm = ArmSpec("shared", "shared batches", 4, [0, 0.3, 0.7], lambda d: 0.2 - 0.05 * d, lambda d: 0.06 - 0.01 * d)
-    spec = Spec("digits", "Digits", [arm], image_shape=None)
-    return write(directory, _change(spec, changes))
-
-
-def _change(spec: Spec, changes: dict[str, Any]) -> Spec:
-    for key, value in changes.items():
-        setattr(spec, key, value)
-    return spec
+    return write(directory, replace(Spec("digits", "Digits", [arm], image_shape=None), **changes))

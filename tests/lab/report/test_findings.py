@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,10 @@ def _swept(
     tmp_path: Path,
     cross_entropy: Callable[[float], float],
     disagreement: Callable[[float], float] = lambda d: 0.01 + 0.02 * d,
-    **changes: object,
+    **changes: Any,
 ) -> Results:
     arm = ArmSpec("a", "arm", 4, [0, 0.3, 0.7], cross_entropy, lambda d: 0.05, disagreement)
-    spec = Spec("x", "x", [arm], image_shape=None)
-    for key, value in changes.items():
-        setattr(spec, key, value)
+    spec = replace(Spec("x", "x", [arm], image_shape=None), **changes)
     return read_results(synthetic_sweeps.write(tmp_path / "run", spec))
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.run_group import RunGroup
 
 PYTHONPATH = os.pathsep.join(str(Path(__file__).parents[3] / folder) for folder in ("src", ""))
+PATIENCE = 300.0  # seconds until a process that does not do what it should is given up
 TIMES = {"seconds", "started", "sha256"}  # and what depends on them
 
 
@@ -101,6 +103,18 @@ def command(*arguments: str, module: str = "torchace", **options: Any) -> subpro
         env=environment,
         **options,
     )
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[Any], describe: Callable[[], Any]) -> None:
+    """Looks again and again until the condition is true, while the process lives."""
+    give_up = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < give_up, "the process does not get there"
+        try:
+            code = process.wait(0.01)
+        except subprocess.TimeoutExpired:
+            continue
+        raise AssertionError(f"the process ended with {code}: {describe()}")
 
 
 def train_alone(

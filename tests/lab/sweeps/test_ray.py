@@ -21,9 +21,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.lab.sweeps.small_sweeps import command, leftovers, stored_files
+from tests.lab.cli.command_line import Invoke
+from tests.lab.sweeps.small_sweeps import PATIENCE, command, leftovers, stored_files, wait_until
 from tests.support.paused_ray import make_paused_sender
-from torchace.lab.cli import app as cli
 from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.cli.terminal import INTERRUPTED, SOME_FAILED
 from torchace.lab.schema.experiment import Experiment
@@ -46,7 +46,6 @@ from torchace.lab.sweeps.ray import RayExecutor
 
 pytestmark = pytest.mark.extended
 
-PATIENCE = 300.0  # seconds until a process that does not do what it should is given up
 
 # Two jobs whose runs fail at once, then four that last, or wait to be killed: see `make_paused_sender`.
 SWEEP = """
@@ -357,20 +356,6 @@ def test_stopped_and_resumed_from_a_damaged_checkpoint(
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Calls `torchace.lab.cli.app.main` in this process."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["torchace", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, *capsys.readouterr()
-
-    return call
-
-
 @pytest.mark.parametrize(
     ("device", "words"),
     [
@@ -412,11 +397,9 @@ def test_a_gpu_that_torch_does_not_see(joined: Nodes) -> None:
         ("ray://no.such.host.invalid:10001", "Cannot reach a Ray cluster at ray://no.such.host.invalid:10001: "),
     ],
 )
-def test_an_unreachable_address(
-    address: str, words: str, sweep_file: Path, tmp_path: Path, run_cli: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_an_unreachable_address(address: str, words: str, sweep_file: Path, tmp_path: Path, invoke: Invoke) -> None:
     port = _free_port()
-    code, out, err = run_cli("run", sweep_file, "--out", tmp_path / "out", "--ray", address.format(port=port))
+    code, out, err = invoke("run", sweep_file, "--out", tmp_path / "out", "--ray", address.format(port=port))
     assert (code, out) == (1, "")
     assert err.startswith(f"Error: {words.format(port=port)}")
     assert err.count("\n") == 1
@@ -424,7 +407,7 @@ def test_an_unreachable_address(
 
 
 def test_runs_that_were_given_up_are_named(
-    sweep_file: Path, tmp_path: Path, run_cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    sweep_file: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
     def fail_to_train(*arguments: Any) -> Iterator[None]:
@@ -432,7 +415,7 @@ def test_runs_that_were_given_up_are_named(
         yield
 
     monkeypatch.setattr(on_ray, "connect_ray", fail_to_train)
-    assert run_cli("run", sweep_file, "--out", tmp_path, "--ray", "local") == (
+    assert invoke("run", sweep_file, "--out", tmp_path, "--ray", "local") == (
         1,
         "",
         "Run λ=0.5, seed 1 (main) is not finished: its worker died.\n"
@@ -489,15 +472,7 @@ class Driving:
             self.process = command(*arguments, **options)
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """Looks again and again until the condition is true, while the process lives."""
-        give_up = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < give_up, "the process does not get there"
-            try:
-                self.process.wait(0.02)
-            except subprocess.TimeoutExpired:
-                continue
-            raise AssertionError(f"the process ended with {self.end()}")
+        wait_until(condition, self.process, self.end)
 
     def checkpoints(self) -> set[Path]:
         return set(self.directory.glob("checkpoints/*/state-*.safetensors"))

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.lab.sweeps.small_sweeps import PYTHONPATH, leftovers, small
+from tests.lab.cli.command_line import Invoke
+from tests.lab.sweeps.small_sweeps import PATIENCE, PYTHONPATH, leftovers, small, wait_until
 from tests.support.processes import team
-from torchace.lab.cli import app as cli
 from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.executor import RankExecutor, _check
 from torchace.lab.sweeps.sweep import Sweep
@@ -27,7 +27,6 @@ from torchace.lab.training.loop import Interrupted
 
 pytestmark = pytest.mark.extended
 
-PATIENCE = 240.0  # seconds until a job that does not do what it should is given up
 EXACT = 1e-10  # float64: sums in another order, carried along for 60 steps
 EVERY = 20  # steps between checkpoints
 SWEEP = """
@@ -71,14 +70,7 @@ class Job:
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        give_up = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < give_up, "the job does not get there"
-            try:
-                code = self.process.wait(0.005)
-            except subprocess.TimeoutExpired:
-                continue
-            raise AssertionError(f"the job ended with {code}: {self.rank_outputs()}")
+        wait_until(condition, self.process, self.rank_outputs)
 
     def ranks(self) -> dict[int, int]:
         """The process of each rank."""
@@ -243,18 +235,12 @@ def test_an_error_is_printed_by_one_rank(file: str, tmp_path: Path, started: Cal
     assert not (tmp_path / "out").exists()
 
 
-def test_parallel_without_torchrun(
-    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["torchace", "run", file, "--parallel", "members"])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == (
+def test_parallel_without_torchrun(file: str, invoke: Invoke) -> None:
+    assert invoke("run", file, "--parallel", "members") == (
+        1,
+        "",
         "Error: --parallel needs several processes: torchrun --nproc-per-node=N -m torchace run ... "
-        "--parallel members.\n"
+        "--parallel members.\n",
     )
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.lab.cli.command_line import Invoke
 from tests.lab.sweeps.small_sweeps import small
-from torchace.lab.cli.app import main
 from torchace.lab.sweeps.callbacks import TRACKERS, make_callbacks
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted
@@ -146,12 +146,8 @@ def test_a_missing_package_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_tracker_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["torchace", "run", "--out", str(tmp_path / "runs"), "--tracker", "excel"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    assert f"one of the trackers {', '.join(TRACKERS)}, but got 'excel'." in capsys.readouterr().err
+def test_an_unknown_tracker_is_refused_before_training(tmp_path: Path, invoke: Invoke) -> None:
+    code, _, err = invoke("run", "--out", tmp_path / "runs", "--tracker", "excel")
+    assert code == 1
+    assert f"one of the trackers {', '.join(TRACKERS)}, but got 'excel'." in err
     assert not (tmp_path / "runs").exists()
