@@ -140,7 +140,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         return dict(zip(measures, self._predict(X, *measures.values()), strict=True))
 
     def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[Any, NDArray[Any]]:
-        samples, labels = read_inputs_and_targets(self, X, y, reset=reset, multi_output=True)
+        samples, labels = read_inputs_and_targets(self, X, y, reset=reset)
         labels = check_labels(cast(Any, labels).toarray() if issparse(labels) else labels)
         is_multilabel = type_of_target(labels) == "multilabel-indicator"
         return samples, labels if is_multilabel else column_or_1d(labels, warn=True)
@@ -252,7 +252,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         return {"spread": self._squeeze(self._predict(X, lambda predictions: predictions.std(0, correction=0))[0])}
 
     def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[Any, NDArray[Any]]:
-        return read_inputs_and_targets(self, X, y, reset=reset, y_numeric=True, multi_output=True)
+        return read_inputs_and_targets(self, X, y, reset=reset, are_numbers=True)
 
     def _learn_targets(self, y: NDArray[Any]) -> None:
         self._is_multi_output = y.ndim == 2

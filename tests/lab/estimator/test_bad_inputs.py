@@ -60,7 +60,7 @@ def test_uninformative_columns_are_left_out(column: Any, reason: str | None) -> 
         (lambda: _fit(FRAME["age"]), "2-dimensional container but got .*Series"),
         (lambda: _fit(FRAME[[]]), "at least one column"),
         (lambda: _fit(y=pd.Series([1, *LABELS[1:]])), "strings or numbers as labels, but got int and str"),
-        (lambda: _fit(y=None), "targets `y`, but got None"),
+        (lambda: _fit(y=None), "requires y to be passed"),
         (lambda: _fit(class_weight={"cat": -1, "dog": 1}), "`class_weight` with finite weights of at least 0"),
         (lambda: _fit(class_weight={"cat": np.inf, "dog": 1}), "`class_weight` with finite weights of at least 0"),
         (lambda: _fit(callbacks=print), "`callbacks` to be a list of functions, but got <built-in function print>"),

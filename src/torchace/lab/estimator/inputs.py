@@ -46,26 +46,23 @@ def read_inputs(estimator: Any, X: ArrayLike, *, reset: bool) -> NDArray[Any] | 
 
 
 def read_inputs_and_targets(
-    estimator: Any, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
+    estimator: Any, X: ArrayLike, y: ArrayLike, *, reset: bool, are_numbers: bool = False
 ) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
-    """Check samples and targets; see `read_inputs`."""
+    """Check samples and targets, labels or numbers; see `read_inputs`."""
+    if y is None:
+        raise ValueError(f"{type(estimator).__name__} requires y to be passed, but the target y is None.")
     if hasattr(y, "isna") and np.any(cast(Any, y).isna()):
         raise ValueError("Expected a target for each sample, but `y` contains NaN. Leave such samples out.")
     dtype = getattr(y, "dtype", None)
-    if options.get("y_numeric") and getattr(dtype, "kind", "") in ("m", "M"):
+    if are_numbers and getattr(dtype, "kind", "") in ("m", "M"):
         raise TypeError(f"Expected numbers in `y`, but got {dtype}. Convert them, for example to seconds.")
     if (dtype := getattr(dtype, "numpy_dtype", None)) is not None:  # a nullable type of pandas
         y = cast(Any, y).to_numpy(dtype=dtype)
-    if _mixed_frame(estimator, X, reset) is None:
-        checked = validate_data(estimator, X, y, reset=reset, **NUMBERS, **options)
-        return cast(tuple[NDArray[Any], NDArray[Any]], checked)
-    if y is None:
-        raise ValueError("Expected targets `y`, but got None.")
-    frame = read_inputs(estimator, X, reset=reset)
-    dtype = np.float64 if options.get("y_numeric") else None
-    targets = check_array(y, ensure_2d=False, accept_sparse=dtype is None, input_name="y", dtype=dtype)
-    check_consistent_length(frame, targets)
-    return frame, targets
+    samples = read_inputs(estimator, X, reset=reset)
+    dtype = np.float64 if are_numbers else None
+    targets = check_array(y, ensure_2d=False, accept_sparse=not are_numbers, input_name="y", dtype=dtype)
+    check_consistent_length(samples, targets)
+    return samples, targets
 
 
 def _mixed_frame(estimator: Any, X: Any, reset: bool) -> DataFrame | None:
