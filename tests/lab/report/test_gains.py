@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,19 @@ def test_a_choice_on_the_test_data_is_corrected(tmp_path: Path) -> None:
     assert gain.difference is not None
     assert (gain.difference.n, gain.difference.tests) == (8, 2)
     assert "corrected for the number of λ" in gain_table(results).note
+
+
+def test_a_significant_gain_is_not_rounded_to_zero(tmp_path: Path) -> None:
+    gain = arm_gains(_grid(tmp_path))[0]
+    assert gain.difference is not None
+    assert gain.percent == f"−{-100 * gain.relative:.1f}"
+    assert replace(gain, test_loss=-1000 * gain.difference.mean / 0.3).percent == "−0.03"
+    assert replace(gain, difference=replace(gain.difference, mean=1e-9, estimate=None)).percent == "0.0"
+
+
+@pytest.mark.parametrize(("seeds", "choice"), [(3, "choose λ; the same seeds"), (4, "choose λ with the first half of")])
+def test_the_note_says_which_seeds_choose(tmp_path: Path, seeds: int, choice: str) -> None:
+    assert f"The validation data {choice}" in gain_table(_grid(tmp_path, seeds=seeds)).note
 
 
 def test_the_report_has_one_map_instead_of_figures_for_each_arm(tmp_path: Path) -> None:

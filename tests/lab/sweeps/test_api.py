@@ -237,10 +237,12 @@ def test_a_directory_resumes_and_refuses_other_objects(tmp_path: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in files} == files  # finished runs are kept
     assert len(more) == 6
     assert more[more.seed < 2].reset_index(drop=True).equals(first)
-    with pytest.raises(RunStoreError, match=r"holds runs with another factory of members .* Choose another `out`"):
+    with pytest.raises(RunStoreError, match=r"factory = '.*:CNN', but now it is '.*<lambda>'\. Choose another `out`"):
         ace.sweep(lambda: CNN(), TRAIN, TEST, **SMALL, out=tmp_path)
     with pytest.raises(RunStoreError, match="holds runs with another data"):
         ace.sweep(CNN, (TRAIN[0] + 1e-3, TRAIN[1]), TEST, **SMALL, out=tmp_path)
+    with pytest.raises(RunStoreError, match=r"data\.validation = 0\.0, but now it is 0\.25"):  # the data differ too
+        ace.sweep(CNN, TRAIN, TEST, **SMALL, validation=0.25, out=tmp_path)
     labels = torch.zeros(100_000, dtype=torch.long)  # one corrected label of many
     assert tensor_digest([labels]) != tensor_digest([labels.index_fill(0, torch.tensor(1), 1)])
     with pytest.raises(RunStoreError, match=r"holds runs with train.batch_size = 40, but now it is 20"):

@@ -41,10 +41,10 @@ def test_the_guide_lists_every_setting() -> None:
 
 def test_every_combination_of_a_grid_is_an_arm() -> None:
     arms = [{"name": "a", "model": {"dropout": 0.1}}, {"name": "b"}]
-    grid = {"data": {"limit": [100, 200]}, "model": {"hidden": [[4], [8, 8]]}}
+    grid = {"data": {"limit": [100, 200]}, "model": {"hidden": [[], [8, 8]]}}
     completed = parse_experiment({**LEAST, "arms": arms, "grid": grid}).complete_arms()
     assert [arm.name for arm in completed[:4]] == [
-        "a_limit_100_hidden_4", "a_limit_100_hidden_8_8", "a_limit_200_hidden_4", "a_limit_200_hidden_8_8"
+        "a_limit_100_hidden_none", "a_limit_100_hidden_8_8", "a_limit_200_hidden_none", "a_limit_200_hidden_8_8"
     ]  # fmt: skip
     last = completed[-1]
     assert (last.label, last.cell) == ("b, limit 200, hidden 8 × 8", {"limit": "200", "hidden": "8 × 8"})

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MANY_ARMS = 7  # from here on, a report shows gains by arm instead of figures for each arm
+FEWEST_SPLIT = 4  # seeds from which on some choose λ and the others measure its gain
 COLLAPSED = 0.002  # disagreement below which members count as collapsed
 COLLAPSED_SPREAD = 0.01  # the same for the spread of regressors, relative to the ensemble's error
 
@@ -216,6 +217,13 @@ class ArmGain:
         return self.difference.mean / self.test_loss if self.difference and self.test_loss else 0.0
 
     @property
+    def percent(self) -> str:
+        """`relative` in percent; a significant one is not rounded to zero."""
+        if self.verdict == "not significant":
+            return formats.number(100 * self.relative, 1, signed=True)
+        return formats.percentages([self.relative], 1.0)[0]
+
+    @property
     def verdict(self) -> str:
         """`lower`, `higher` or `not significant`, from the interval of the difference."""
         if self.difference is None or not self.difference.significant:
@@ -243,7 +251,7 @@ def arm_gain(results: Results, arm: ArmSummary) -> ArmGain | None:
     seeds = sorted(set.intersection(*(set(values) for values in chooses.values())))
     if not seeds:
         return None
-    half = len(seeds) // 2 if len(seeds) >= 4 and chooses is validation else 0
+    half = len(seeds) // 2 if len(seeds) >= FEWEST_SPLIT and chooses is validation else 0
     first, rest = seeds[:half] or seeds, seeds[half:]
     best = min(diversities, key=lambda d: math.fsum(chooses[d][seed] for seed in first))
     difference = None
@@ -294,13 +302,15 @@ def gain_table(results: Results) -> ReportTable:
         row: list[str | Cell] = [gain.arm.label, *(NONE if loss is None else metric.number(loss) for loss in losses)]
         change, interval, relative, d = NONE, NONE, NONE, gain.difference
         if d:
-            change, relative = metric.change(d.mean), formats.number(100 * gain.relative, 1, signed=True)
+            change, relative = metric.change(d.mean, with_sign=d.significant), gain.percent
             interval = metric.interval(d.joint_interval) if d.joint_interval else NONE
         strong = gain.verdict == "lower"
         row += [formats.diversity(gain.diversity), Cell(change, strong), interval, Cell(relative, strong)]
         rows.append(row)
     columns = ("Arm", "Validation", "Test", "Chosen λ", "Difference", "95 % interval", "Difference, %")
     choice = "The validation data choose λ with the first half of the seeds; the other seeds give the difference."
+    if len(results.experiment.seeds) < FEWEST_SPLIT:
+        choice = "The validation data choose λ; the same seeds give the difference."
     if any(gain.validation_loss is None for gain in gains):
         choice = "Without validation data, the test data choose λ; intervals are corrected for the number of λ."
     note = (
@@ -323,7 +333,7 @@ def gain_figures(results: Results) -> list[FigureSpec]:
         place = rows.index(gain.arm.cell[down]), columns.index(gain.arm.cell[across])
         values[place] = 100 * gain.relative
         mark = "" if gain.verdict == "not significant" else "*"
-        texts[place] = f"{formats.number(values[place], 1, signed=True)}{mark}\n{at(gain.diversity)}"
+        texts[place] = f"{gain.percent}{mark}\n{at(gain.diversity)}"
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes, largest = figure.add_subplot(), float(np.nanmax(np.abs(values), initial=1.0))

@@ -239,7 +239,9 @@ class GridSection(Section):
             own = {section: dict(getattr(arm, section)) for section in ("data", "model", "train")}
             for (section, key), value in zip(keys, values, strict=True):
                 own[section][key] = value
-            texts = [" × ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values]
+            texts = [
+                (" × ".join(map(str, value)) or "none") if isinstance(value, list) else str(value) for value in values
+            ]
             cell = {key.replace("_", " "): text for (_, key), text in zip(keys, texts, strict=True)}
             parts = [*(() if arm.name == "main" else (arm.label or arm.name,)), *map(" ".join, cell.items())]
             name = re.sub(r"[^a-z0-9]+", "_", " ".join(parts).lower()).strip("_")

@@ -196,7 +196,7 @@ def _fingerprint(components: Components, data: LoadedData) -> dict[str, Any]:
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
     """Refuse to mix two experiments in one directory; seeds, λ and values of other axes may differ."""
     old, new = _comparable(before), _comparable(now)
-    for key in sorted({*old, *new}):
+    for key in sorted({*old, *new}, key=lambda key: (key.startswith(COMPONENTS), key)):  # settings change data too
         both_lists = isinstance(old.get(key), list) and isinstance(new.get(key), list)
         is_axis = key.endswith("diversities") or (both_lists and key.rpartition(".")[2] in AXES)
         if old.get(key) == new.get(key) or is_axis or key.endswith(("data.stream", "data.num_workers", ".label")):
