@@ -651,6 +651,26 @@ class Undecided(nn.Module):
         return h if h.sum() > 0 else -h
 
 
+class Remembering(Undecided):
+    """Sets an attribute: a mask made once, a count of the calls, or the last output."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.mask, self.calls, self.last = kind, None, 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        if self.kind == "mask":
+            self.mask = torch.ones(len(x), 1) if self.mask is None else self.mask
+            return h * self.mask
+        if self.kind == "calls":
+            self.calls += 1
+            return h * self.calls
+        h = h if self.last is None else h + self.last
+        self.last = h.detach()
+        return h
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -700,6 +720,17 @@ def test_functions_without_a_rule_can_be_exported(make):
     expected = stacked(x)
     assert {node.how for node in stacked.explain()} & {"vmap", "loop"}
     torch.testing.assert_close(torch.export.export(stacked, (x,)).module()(x), expected, **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["mask", "calls", "last"])
+def test_members_that_run_one_by_one_share_no_attributes(kind):
+    torch.manual_seed(0)
+    members, x = [Remembering(kind) for _ in range(K)], torch.randn(N, 6)
+    if kind == "mask":
+        torch.testing.assert_close(StackedEnsemble(members)(x), Ensemble(members)(x))
+        return
+    with pytest.raises(ValueError, match=rf"its forward sets '{kind}', which .* share .* Use Ensemble\(members\)"):
+        StackedEnsemble(members)(x)
 
 
 def test_replaced_buffer():

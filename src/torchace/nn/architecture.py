@@ -74,6 +74,21 @@ def check_one_architecture(members: list[nn.Module]) -> None:
                 raise _different(f"{name!r} is {here} in member {k} and {there} in member 0. {ADVICE}")
 
 
+def check_no_own_attributes(once: nn.Module, twice: nn.Module, reason: str) -> None:
+    """Refuse members whose unregistered attributes differ after one call of the one and two calls of the other."""
+    comparison, others = Comparison(twice, once), dict(once.named_modules())
+    for name, layer in twice.named_modules():
+        state, other = _plain_state(layer), _plain_state(others[name])
+        for attribute, value in state.items():
+            try:
+                same = attribute in other and comparison.equal(value, other[attribute])
+            except Exception:  # an object may refuse a comparison with any error
+                same = False
+            if not same:
+                why = f"its forward sets {attribute!r}, which members that run one by one would share ({reason})"
+                raise not_stackable(twice, name, why)
+
+
 def _different(how: str) -> ValueError:
     return ValueError(f"Expected members of one architecture, but {how}.")
 

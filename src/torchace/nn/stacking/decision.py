@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchace.nn.architecture import check_no_own_attributes
 from torchace.nn.stacked_state import all_shared_names, group_size, take_members
 from torchace.nn.stacking.forward import handle_checkpointing, open_output, run_stacked, track_layers
 from torchace.nn.stacking.mode import FIRST, RANDOM, RULES, ConstantRNG, Node, Stacked, StackingMode
@@ -90,9 +91,8 @@ def _compare(
     def select_inputs(index: Callable[[int], Any]) -> list[Any]:
         return tree_map(lambda x: x[index(len(x))] if own and isinstance(x, Tensor) else x, args)
 
-    alone, buffers = [], []
-    for k in chosen:
-        member = cast(take_members(stacked, k))
+    alone, buffers, members = [], [], [cast(take_members(stacked, k)) for k in chosen]
+    for k, member in zip(chosen, members, strict=True):
         inputs = select_inputs(lambda size, k=k: k * size // num_members)  # type: ignore[misc]
         with _ConstantRandomness() as constant, handle_checkpointing(constant):
             output = open_output(member(*inputs, **kwargs))
@@ -100,17 +100,24 @@ def _compare(
         buffers.append(dict(member.named_buffers()))
     shared = set(all_shared_names(stacked)) if group_size(stacked) is None else set()
     _check_shared_buffers(buffers, shared)
+
+    def one_by_one(reason: str) -> Decision:
+        if len(members) > 1:
+            members[-1](*inputs, **kwargs)  # a second time
+            check_no_own_attributes(members[0], members[-1], reason)
+        return Decision(False, reason)
+
     record: list[Node] = []
     mode = StackingMode(len(chosen), token, ConstantRNG(), record)
     together = cast(take_members(stacked, chosen))
     try:
         track_layers(together, mode)
-        inputs = select_inputs(lambda size: sorted({k * size // num_members for k in chosen}))
-        output = run_stacked(together, mode, inputs, kwargs, own=own)
+        own_inputs = select_inputs(lambda size: sorted({k * size // num_members for k in chosen}))
+        output = run_stacked(together, mode, own_inputs, kwargs, own=own)
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
         reason = str(getattr(error, "reason", error)).split("\n")[0].rstrip(".")
-        return Decision(False, reason or type(error).__name__)
+        return one_by_one(reason or type(error).__name__)
     for name in shared & gradients.keys():  # the mean of the members' gradients
         mean = torch.stack([own_gradients[name] for _, own_gradients in alone]).mean(0)
         for _, own_gradients in alone:
@@ -119,7 +126,7 @@ def _compare(
     for place, (own_outputs, own_gradients) in enumerate(alone):
         difference = _find_difference(place, outputs, gradients, own_outputs, own_gradients)
         if difference is not None:
-            return Decision(False, difference)
+            return one_by_one(difference)
     return Decision(True, "", tuple(record), mode.largest)
 
 
