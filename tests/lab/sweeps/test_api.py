@@ -33,7 +33,7 @@ from torchace.lab.data.splits import random_split
 from torchace.lab.report.formats import percentages
 from torchace.lab.schema.experiment import DataSection, ModelSection, SweepSection, TrainSection
 from torchace.lab.store import RunStore, RunStoreError
-from torchace.lab.sweeps.config import ConfigError, load_experiment
+from torchace.lab.sweeps.config import Components, ConfigError, load_experiment
 from torchace.lab.sweeps.fingerprint import source_digest, tensor_digest
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.nn.base import EnsembleModule
@@ -354,6 +354,9 @@ def test_ensembles_of_wrong_names_are_refused(tmp_path: Path) -> None:
         result.ensemble(0.5, 1, learning_rate=0.3)
     with pytest.raises(ValueError, match="Repeat the call of sweep"):
         ace.SweepResult(tmp_path).ensemble(0.5, 1, learning_rate=0.1)
+    changed = ace.SweepResult(tmp_path, Components(member=lambda: CNN(width=5)))
+    with pytest.raises(ValueError, match=r"weights of run λ=0\.5, seed 1, .* \(main\) do not fit the network"):
+        changed.ensemble(0.5, 1, learning_rate=0.1)
     content = json.loads((tmp_path / "experiment.json").read_text())
     content["config"]["train"]["epoch"] = content["config"]["train"].pop("epochs")  # of another version
     del content["sha256"]

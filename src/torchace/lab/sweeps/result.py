@@ -170,7 +170,13 @@ class SweepResult:
             ) from None
         data = None if components.member is not None else LoadedData.load(chosen.data, "cpu", components).dataset
         ensemble = build_network(chosen, data, [key.seed], "cpu", components=components).ensemble(0)
-        ensemble.load_state_dict(weights)
+        try:
+            ensemble.load_state_dict(weights)
+        except RuntimeError:
+            raise ValueError(
+                f"The weights of run {key.description} do not fit the network; its function changed after the sweep. "
+                "Restore the function, or train with another `out`."
+            ) from None
         return ensemble.eval()
 
     def __repr__(self) -> str:
