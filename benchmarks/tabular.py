@@ -234,6 +234,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", help="names of contenders")
     parser.add_argument("--resume", action="store_true", help="keep the results in the --out file")
     parser.add_argument("--page", type=Path, help="write the results here, as Markdown")
+    parser.add_argument("--auto", type=Path, help="for --page: a later --out file of the defaults and λ auto")
     parser.add_argument("--render", action="store_true", help="fit nothing; write --page from the --out file")
     options = parser.parse_args()
     started = time.perf_counter()
@@ -256,7 +257,8 @@ def main() -> None:
                 if options.out is not None:
                     write_atomic(options.out, (json.dumps(results, indent=1) + "\n").encode())
         measure.finish(results, options.out, started)
-    page = tabular_page.page(results)
+    later = None if options.auto is None else json.loads(options.auto.read_text())
+    page = tabular_page.page(results, later)
     print(page) if options.page is None else options.page.write_text(page)
 
 

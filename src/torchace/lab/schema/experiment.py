@@ -24,7 +24,7 @@ from torchace.lab.schema.hyperparameters import (
 )
 from torchace.lab.schema.reading import DATA_NAME, GIVEN, OPTIMIZER_NAME, describe_error
 from torchace.lab.schema.results import PaperTable, RunKey
-from torchace.lab.schema.values import AXES
+from torchace.lab.schema.values import AXES, TaskName
 
 BRANCH_AT = "stage3"  # of a ResNet
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -68,7 +68,7 @@ class DataSection(Section):
     test: Annotated[Fraction, Field(gt=0, lt=1)] = 0.2  # fraction of a file's samples
     test_file: str | None = None
     validation_file: str | None = None
-    task: Literal["classification", "multilabel", "regression"] = "classification"
+    task: TaskName = "classification"
     num_classes: Annotated[int, Field(ge=2, lt=2**31)] | None = None  # None: the largest label + 1
     limit: Count | None = None  # number of training samples to use
     validation: Share = 0.0  # fraction of the training samples
