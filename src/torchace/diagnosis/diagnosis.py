@@ -78,8 +78,9 @@ class Diagnosis:
 
     def __str__(self) -> str:
         n = self.numbers
+        members = f"{n['num_members']} member{'s' * (n['num_members'] > 1)}"
         lines = [
-            f"{n['num_members']} member{'s' * (n['num_members'] > 1)} on {n['samples']:,} samples of {n['num_classes']} classes: accuracy "
+            f"{members} on {n['samples']:,} samples of {n['num_classes']} classes: accuracy "
             f"{n['accuracy']:.4f}, cross entropy {n['cross_entropy']:.4f}; one member on average "
             f"{n['member_accuracy_mean']:.4f} and {n['member_cross_entropy_mean']:.4f}.",
             "",
