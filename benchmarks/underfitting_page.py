@@ -275,7 +275,7 @@ def regression_section() -> list[str]:
         f"cells), the error falls by {-100 * fmean(cell['relative'] for cell in advised):.1f} % on average.",
         "\n".join(rows),
         "*Change in test mean squared error at the λ chosen on validation data, in percent; bold: significant over "
-        "three seeds. Each cell has its own 95 % interval.*",
+        "four seeds. Each cell has its own 95 % interval.*",
         f"The rule for regressors: λ=0.7 if the training loss is at least {UNDERFIT:g} times the validation loss and a "
         f"member has at least {SAMPLES_PER_PARAMETER} samples per parameter. The expected gain is {SHARE:g} · λ · A. "
         f"It was chosen with these data, where it is right in {right} of {number} cells ({pays} pay), and its λ lowers "
@@ -283,8 +283,8 @@ def regression_section() -> list[str]:
         f"of {blind[1]} ({blind[2]} pay), lower in {blind[3]} of {blind[4]}.",
         "Ten networks with one hidden layer (NCL), 1,500 steps of Adam at 0.003, batches of 128, λ = "
         f"{', '.join(f'{d:g}' for d in first['diversities'])}, seeds 0 to {first['seeds'][-1]}; λ is chosen with the "
-        "first three seeds, the gain measured with the others; a tenth of the samples for validation, a fifth of the "
-        f"table for the test. {first['hardware']['cpu']}, one thread, torch {first['versions']['torch']}, torchace "
+        "first four seeds, the gain measured with the others; a tenth of the samples for validation, a fifth of the "
+        f"table for the test (`data.file`, `data.task = "regression"`). {first['hardware']['cpu']}, one thread, torch {first['versions']['torch']}, torchace "
         f"{first['versions']['torchace']}, {first['started'][:10]}. Friedman 1 to 3 are scikit-learn's generators "
         "(11,000 samples, noise 1, 125 and 0.1, random_state 0). Every cell: "
         "[underfitting_regression.json](underfitting_regression.json).",
