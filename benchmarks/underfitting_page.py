@@ -284,7 +284,8 @@ def regression_section() -> list[str]:
         "Ten networks with one hidden layer (NCL), 1,500 steps of Adam at 0.003, batches of 128, λ = "
         f"{', '.join(f'{d:g}' for d in first['diversities'])}, seeds 0 to {first['seeds'][-1]}; λ is chosen with the "
         "first four seeds, the gain measured with the others; a tenth of the samples for validation, a fifth of the "
-        f"table for the test (`data.file`, `data.task = "regression"`). {first['hardware']['cpu']}, one thread, torch {first['versions']['torch']}, torchace "
+        'table for the test (`data.file`, `data.task = "regression"`). '
+        f"{first['hardware']['cpu']}, one thread, torch {first['versions']['torch']}, torchace "
         f"{first['versions']['torchace']}, {first['started'][:10]}. Friedman 1 to 3 are scikit-learn's generators "
         "(11,000 samples, noise 1, 125 and 0.1, random_state 0). Every cell: "
         "[underfitting_regression.json](underfitting_regression.json).",
