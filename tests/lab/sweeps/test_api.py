@@ -497,7 +497,6 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "no λ": (CNN, {"diversities": None}, "Expected diversities to be a list, but got None"),
     "at": (CNN, {"at": "head"}, "`at` needs kind='branch', but got kind='separate'"),
-    "ray": (CNN, {"ray": "cluster"}, "^Expected ray=auto, local, HOST:PORT or ray://HOST:PORT, but got 'cluster'"),
     "parallel": (CNN, {"parallel": "members"}, r"parallel='members' needs several processes: torchrun"),
     "limit": (CNN, {"limit": 999}, "^limit: expected at most 160"),
     "one class": (CNN, {"num_classes": 1}, "Expected num_classes to be at least 2, but got 1"),

@@ -29,8 +29,9 @@ from torchace.lab.cli.terminal import INTERRUPTED, SOME_FAILED
 from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
+from torchace.lab.sweeps.api import sweep
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.config import load_experiment
+from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.executor import UnfinishedRunsError
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted, Progress
@@ -385,6 +386,12 @@ def test_a_gpu_that_torch_does_not_see(joined: Nodes) -> None:
             RayExecutor("auto").hardware()
     finally:
         joined.cluster.remove_node(node)
+
+
+def test_a_wrong_address_in_python_names_the_argument() -> None:
+    data = torch.randn(40, 4), torch.arange(40) % 2
+    with pytest.raises(ConfigError, match=r"^Expected ray=auto, local"):
+        sweep(lambda: torch.nn.Linear(4, 2), data, data, ray="cluster", epochs=1)
 
 
 @pytest.mark.parametrize(
