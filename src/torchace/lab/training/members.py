@@ -151,23 +151,14 @@ class TrainedGroup:
         return validation_losses(self.network, split, self.train_config, temperature=temperature)
 
     def member_scores(self, split: Split) -> tuple[Tensor, Tensor]:
-        """Members' mean loss and disagreement (0 in a regression) on every sample of a split, `(R, N)` each."""
-        is_regression, y = self.plan.task == "regression", split.y.cpu()
-        runs = []  # (2, N) each
-        for run in range(self.network.num_runs):
-            parts, done = [], 0
-            for logits in self.logits(run, split.x):  # (K, n, C)
-                target = y[done : done + logits.shape[1]].expand(len(logits), *[-1] * y.ndim)
-                done += logits.shape[1]
-                if is_regression:
-                    losses = (logits - target).square().mean((0, 2))
-                    parts.append(torch.stack([losses, torch.zeros_like(losses)]))
-                else:
-                    losses = F.cross_entropy(logits.movedim(2, 1), target, reduction="none").mean(0)
-                    differ = disagreement(logits.nan_to_num(), reduction="none")  # failed runs are left out later
-                    parts.append(torch.stack([losses, differ]))
-            runs.append(torch.cat(parts, 1))
-        losses, differ = torch.stack(runs).unbind(1)
+        """Members' mean loss and disagreement on every sample of a split, `(R, N)` each."""
+        y, parts = split.y.cpu(), []  # (2, R, n) each
+        for logits in zip(*(self.logits(run, split.x) for run in range(self.network.num_runs)), strict=True):
+            target, y = y.tensor_split([logits[0].shape[1]])
+            losses = [TASKS[self.plan.task].scores(z.unsqueeze(1), target).mean(0) for z in logits]  # (K, 1, n, C)
+            differ = [disagreement(z.nan_to_num(), reduction="none") for z in logits]  # NaN: of failed runs
+            parts.append(torch.stack([torch.stack(losses), torch.stack(differ)]))
+        losses, differ = torch.cat(parts, 2)
         return losses, differ
 
     def scores(self, split: Split) -> list[float]:
