@@ -98,11 +98,13 @@ def advise_diversity(
     why = f"Averaging lowers the members' {noun} by {100 * ambiguity / (1 + ambiguity):.1f} %, and a member has "
     why += f"{number} parameter{'' if number == '1' else 's'} for each training sample"
     if disagreement is None:
+        has_few = num_samples >= SAMPLES_PER_PARAMETER * num_parameters
         is_underfit = train_loss >= UNDERFIT * validation_loss
-        is_small = num_samples >= SAMPLES_PER_PARAMETER * num_parameters
-        diversity, factor = DIVERSITIES[0][1], float(is_underfit and is_small)
-        why = why if is_underfit else f"At λ=0 {both}"
-        why += "" if is_small else f", more than {1 / SAMPLES_PER_PARAMETER:g}"
+        diversity, factor = DIVERSITIES[0][1], float(has_few and is_underfit)
+        if not has_few:
+            why += f", more than {1 / SAMPLES_PER_PARAMETER:g}"
+        elif not is_underfit:
+            why = f"The {noun} on the training samples is below half of that on the validation samples"
     else:
         diversity = next(value for limit, value in DIVERSITIES if disagreement < limit)
         root = min(MAX_ROOT, math.sqrt(num_samples / num_parameters))
