@@ -86,7 +86,7 @@ def train_torchace(case: Case, diversity: float, seed: int) -> Any:
     x, y, *_ = load_data(case)
     classifier = ACEClassifier(
         MEMBERS, hidden=case.width, diversity=diversity, epochs=case.epochs, batch_size=BATCH, learning_rate=case.rate,
-        weight_decay=0.0, schedule="constant", random_state=seed,
+        weight_decay=0.0, schedule="constant", encoding="standard", early_stopping=False, random_state=seed,
     )  # fmt: skip
     return classifier.fit(x.numpy(), y.numpy())
 
