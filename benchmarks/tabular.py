@@ -81,7 +81,7 @@ BUILT_IN = {
 }
 MAX_TEST = 5_000
 OLD = {"members": "separate", "encoding": "standard", "early_stopping": False, "diversity": 0.5}
-SLOW = ["TabM_D", "RealMLP_TD", "torchace, λ auto", "torchace, shared members", "bagged MLP"]
+SLOW = ["TabM_D", "RealMLP_TD", "torchace, shared members", "bagged MLP"]
 PACKAGES = {"LightGBM": "lightgbm", "XGBoost": "xgboost", "TabM_D": "pytabkit", "RealMLP_TD": "pytabkit"}
 
 
@@ -136,7 +136,7 @@ def contenders(regression: bool, seed: int, device: str = "cpu") -> dict[str, Ca
         BASE: lambda: ours(**common),
         "torchace, old defaults": lambda: ours(**OLD, **common),
         f"torchace, {other} members": lambda: ours(members=other, **common),
-        "torchace, λ auto": lambda: ours(diversity="auto", **common),
+        "torchace, λ=0": lambda: ours(diversity=0.0, **common),
         "linear": lambda: with_one_hot(
             RidgeCV(np.logspace(-2, 3, 12)) if regression else LogisticRegression(max_iter=1000)
         ),
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", help="names of contenders")
     parser.add_argument("--resume", action="store_true", help="keep the results in the --out file")
     parser.add_argument("--page", type=Path, help="write the results here, as Markdown")
-    parser.add_argument("--auto", type=Path, help="for --page: a later --out file of the defaults and λ auto")
+    parser.add_argument("--auto", type=Path, help="for --page: later --out files of the defaults and λ=0", nargs="*")
     parser.add_argument("--render", action="store_true", help="fit nothing; write --page from the --out file")
     options = parser.parse_args()
     started = time.perf_counter()
@@ -257,8 +257,7 @@ def main() -> None:
                 if options.out is not None:
                     write_atomic(options.out, (json.dumps(results, indent=1) + "\n").encode())
         measure.finish(results, options.out, started)
-    later = None if options.auto is None else json.loads(options.auto.read_text())
-    page = tabular_page.page(results, later)
+    page = tabular_page.page(results, [json.loads(file.read_text()) for file in options.auto or ()])
     print(page) if options.page is None else options.page.write_text(page)
 
 

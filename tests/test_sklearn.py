@@ -22,6 +22,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import torchace as ace
 from torchace.lab.tables.model import TableModel
+from torchace.lab.tuning.grid_search import GridSearch
 from torchace.saving import ModelFileError
 from torchace.sklearn import ACEClassifier, NCLRegressor
 
@@ -338,16 +339,24 @@ def test_number_of_threads_is_restored() -> None:
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
-def test_diversity_is_found_on_held_out_samples(kind: type, tmp_path: Path) -> None:
-    X, y = data(kind)
-    model = small(kind, diversity="auto", epochs=5).fit(X, y)
-    assert model.tuning_ is not None
-    tried = [candidate.diversity for candidate in model.tuning_.candidates]
-    assert tried[0] == 0.0
-    assert model.diversity_ in tried
+@pytest.mark.parametrize("chosen", [0.0, 0.3])
+def test_diversity_is_found_on_held_out_samples(
+    kind: type, chosen: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    X, y = load_breast_cancer(return_X_y=True) if kind is ACEClassifier else data(kind)
+    search = GridSearch.run
+
+    def with_diversity(self: GridSearch, *arguments: Any) -> Any:
+        return search(self, *arguments).model_copy(update={"chosen": chosen})
+
+    monkeypatch.setattr("torchace.lab.tuning.auto.ZeroDiversity.reason", lambda self: "")
+    monkeypatch.setattr("torchace.lab.tuning.grid_search.GridSearch.run", with_diversity)
+    model = small(kind, epochs=5).fit(X, y)
+    assert model.tuning_.candidates[0].diversity == 0.0
+    assert model.diversity_ == chosen
     assert set(model.tuning_.seeds).isdisjoint(model.tuning_.fresh_seeds)
     # the model itself is trained on everything, as if that number had been given
-    given = small(kind, diversity=model.diversity_, epochs=5).fit(X, y)
+    given = small(kind, diversity=chosen, epochs=5).fit(X, y)
     np.testing.assert_allclose(predictions(model, X), predictions(given, X), rtol=1e-9)
     # how it was found is kept with it
     model.save(tmp_path / "model")
@@ -406,12 +415,8 @@ def test_bad_targets() -> None:
         model.partial_fit(IRIS_X, IRIS_Y + 1)
     with pytest.raises(ValueError, match="first call"):
         model.partial_fit(IRIS_X, IRIS_Y, classes=[0, 1])
-    with pytest.raises(ValueError, match="'auto', which needs all samples"):
-        small(diversity="auto").partial_fit(IRIS_X, IRIS_Y)
     with pytest.raises(ValueError, match=r"above 0|at least one non-zero"):
         small().fit(IRIS_X, IRIS_Y, sample_weight=np.zeros(150))
-    with pytest.raises(ValueError, match="to hold some out, but got one"):
-        small(diversity="auto").fit([[0.0], [1.0]], [0, 1])
 
 
 def test_exploding_training_is_one_sentence() -> None:

@@ -17,7 +17,6 @@ try:
     from sklearn.utils.multiclass import type_of_target
     from sklearn.utils.validation import check_is_fitted, column_or_1d
 
-    from torchace.lab.data.folds import NUM_FOLDS
     from torchace.lab.estimator import Estimator
     from torchace.lab.estimator.inputs import check_labels, read_inputs_and_targets
     from torchace.lab.estimator.intervals import cv_plus_interval
@@ -43,7 +42,9 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             alone. With shared weights nothing is out of fold: folds only stop the training, and `temperature_` and
             `oof_score_` come from a hold-out of `validation_fraction`.
         hidden: Width of the hidden layer, or a tuple of widths.
-        diversity: λ in [0, 1], or `"auto"`: chosen on validation samples (see `tuning_`), then trained on all samples.
+        diversity: λ in [0, 1], or `"auto"`: 0 unless the members trained with it underfit and a search on held-out
+            samples finds a significant gain (see `tuning_`). No search for fewer than 200 samples, several labels per
+            sample, and `partial_fit`.
         encoding: Encoding of numbers. `"standard"`: mean 0, standard deviation 1. `"robust"`: median 0, interquartile
             range 1, outliers bounded smoothly, two-valued columns 0 and 1. `"piecewise"`: the same, plus bins between
             quantiles, or between all levels of a column with few, such as a count. `"auto"`: `"piecewise"`, or
@@ -60,7 +61,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             left-out samples stops improving; the best epoch is kept. True: the same on a hold-out. False: train all
             epochs. `"auto"`: False below 200 samples; above, `"folds"` for λ=0, and for λ>0 a hold-out followed by a
             second training on all samples.
-        validation_fraction: Fraction of samples in a hold-out, also for `diversity="auto"` and with shared weights.
+        validation_fraction: Fraction of samples in a hold-out, also for a search of λ and with shared weights.
         patience: Epochs without improvement before training stops.
         class_weight: `"balanced"`, or a weight for each class.
         network: Function of the numbers of encoded inputs and outputs that returns a new member, instead of `hidden`.
@@ -75,7 +76,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         ensemble_: The trained ensemble, from raw inputs to logits.
         members_: Its members.
         diversity_: λ.
-        tuning_: The search for λ, for `diversity="auto"`.
+        tuning_: How λ was chosen, for `diversity="auto"`.
         temperature_: Divides the members' logits; fitted on left-out samples (1 without early stopping).
         oof_predictions_: Probabilities of each sample by the members that left it out, `(N, C)`; NaN if none did.
         oof_score_: Their cross entropy, or that of the hold-out. With folds it is the score of K/5 members, so the
@@ -176,7 +177,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         ensemble_: The trained ensemble, from raw inputs to predictions in the targets' units.
         members_: Its members.
         diversity_: λ.
-        tuning_: The search for λ, for `diversity="auto"`.
+        tuning_: How λ was chosen, for `diversity="auto"`.
         oof_predictions_: Predictions of each sample by the members that left it out; NaN if none did.
         oof_score_: Their mean squared error, or that of the hold-out. With folds it is that of K/5 members.
         history_: One entry per epoch, with the ensemble's squared error of scaled training and left-out targets.
@@ -223,8 +224,9 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     def predict_interval(self, X: ArrayLike, coverage: float = 0.9) -> NDArray[np.float64]:
         """Return limits that contain a fraction `coverage` of new targets, `(N, 2)`, or `(N, M, 2)` for several.
 
-        The limits are those of CV+: out-of-fold residuals around the predictions of the members that left out their
-        fold. Training must have used `early_stopping="folds"`, the default from 200 samples on.
+        With folds, the limits are those of CV+: out-of-fold residuals around the predictions of the members that left
+        out their fold. With a hold-out, they are its residuals around the mean prediction (split conformal). Training
+        must have stopped on one of them, the default from 200 samples on.
 
         Example:
             >>> from sklearn.datasets import load_diabetes
@@ -239,10 +241,11 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             raise ValueError(f"Expected `coverage` between 0 and 1, but got {coverage}. Use 0.9 for 90 %.")
         if self._residuals is None:
             raise ValueError(
-                "Expected out-of-fold residuals for an interval, but training left out no folds. Train with "
-                "members='separate' and early_stopping='folds'."
+                "Expected left-out samples for an interval, but training used all of them. Train with "
+                "early_stopping='folds'."
             )
-        groups = [range(fold, self.ensemble_.num_members, NUM_FOLDS) for fold in range(len(self._residuals))]
+        num_folds = len(self._residuals)  # 1 for a hold-out
+        groups = [range(fold, self.ensemble_.num_members, num_folds) for fold in range(num_folds)]
         functions = [partial(lambda group, p: p[list(group)].mean(0), group) for group in groups if group]
         limits = cv_plus_interval(self._predict(X, *functions), self._residuals[: len(functions)], coverage)
         return limits if self._is_multi_output else limits[:, 0]

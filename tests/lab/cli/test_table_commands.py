@@ -264,6 +264,7 @@ def test_an_export_without_its_packages(bad_place: Path, invoke: Invoke, monkeyp
 # -- fit --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("always_searched")
 def test_a_fit_with_a_search_and_a_report(here: Path, invoke: Invoke) -> None:
     outcome = invoke(
         "fit", "pets.csv", "--target", "pet", "--num-members", 3, "--hidden", 4, "--epochs", 4, "--diversity", "auto"
@@ -352,32 +353,42 @@ def test_a_second_fit_at_the_same_time_is_refused(here: Path, invoke: Invoke) ->
     assert os.listdir("m.work") == ["lock"]
 
 
-@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("no_report", "always_searched")
 def test_an_interrupted_command_resumes_when_repeated(
     here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("fit", "pets.csv", "--target", "pet", *TINY, "--diversity", "auto")
-    real = training.train_members
+    search = "torchace.lab.tuning.grid_search.train_members"
+    monkeypatch.setattr("torchace.lab.tuning.grid_search.GridSearch._is_promising", lambda *_: True)
+    real, groups, steps = training.train_members, list[Any](), list[Any]()
 
     def send_sigterm(*args: Any, **options: Any) -> Any:
-        signal.raise_signal(signal.SIGTERM)
+        groups.append(options["diversities"])
+        if len(groups) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return real(*args, **options)
+
+    def record_steps(*args: Any, **options: Any) -> Any:
+        if options["diversities"] == [0.0]:
+            options["on_progress"] = steps.append
         return real(*args, **options)
 
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with monkeypatch.context() as patch:
-        patch.setattr(training, "train_members", send_sigterm)
+        patch.setattr(search, send_sigterm)
         outcome = invoke(*command)
     sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to resume.\n"
     assert (outcome.code, outcome.err) == (3, sentence)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert not Path("models/pets").exists()
-    groups = {file: file.stat().st_mtime_ns for file in Path("models/pets.work/search/groups").iterdir()}
-    assert len(groups) >= 2
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "torchace.lab.tuning.grid_search.train_members", lambda *args, **options: pytest.fail("trained again")
-        )
+        patch.setattr(search, send_sigterm)
+        patch.setattr(training, "train_members", record_steps)
         assert invoke(*command).code == 0
+    # the model with λ=0 and the first group of the search were not trained again
+    assert groups[0] == [0.0, 0.3]
+    assert groups.count([0.0, 0.3]) == 1
+    assert len(steps) == 0
     assert os.listdir("models") == ["pets"]
 
 
@@ -791,8 +802,6 @@ def test_options_have_the_names_and_defaults_of_the_estimators() -> None:
         default = options[name].default
         if name == "hidden":
             default = tuple(map(int, default.split(",")))
-        elif name == "diversity":
-            default = float(default)
         elif name == "early_stopping":
             default = "auto" if default else False
         assert default == estimator[name], name

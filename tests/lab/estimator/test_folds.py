@@ -30,7 +30,17 @@ IRIS_X, IRIS_Y = load_iris(return_X_y=True)
 
 
 def small(kind: type, **options: Any) -> Any:
-    return kind(**{"num_members": 6, "hidden": (8,), "epochs": 12, "learning_rate": 0.02, "random_state": 0, **options})
+    return kind(
+        **{
+            "num_members": 6,
+            "hidden": (8,),
+            "epochs": 12,
+            "learning_rate": 0.02,
+            "random_state": 0,
+            "diversity": 0.0,
+            **options,
+        }
+    )
 
 
 def model_folds(model: Any, X: Any, y: Any) -> torch.Tensor:
@@ -247,6 +257,7 @@ def test_no_training_splits_a_group(monkeypatch: pytest.MonkeyPatch, options: di
         model.fit(X, y, groups=GROUPS[:-1])
 
 
+@pytest.mark.usefixtures("always_searched")
 @pytest.mark.parametrize("kind", [ACEClassifier, NCLRegressor])
 def test_no_part_of_a_search_splits_a_group(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     parts: list[Any] = []

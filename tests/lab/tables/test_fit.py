@@ -168,6 +168,7 @@ def test_the_same_table_in_any_file_gives_the_same_model(tmp_path: Path) -> None
     assert len(hashes) == 1
 
 
+@pytest.mark.usefixtures("always_searched")
 @pytest.mark.parametrize(("name", "make", "target", "diversity"), [(*KINDS[0], None), (*KINDS[1], 0.5)])
 def test_test_rows_affect_only_the_scores(
     diversity: float | None, name: str, make: Callable[..., Any], target: str, tmp_path: Path
@@ -189,6 +190,7 @@ def test_test_rows_affect_only_the_scores(
     assert models[0].record["scores"]["test"] != models[1].record["scores"]["test"]
 
 
+@pytest.mark.usefixtures("always_searched")
 def test_a_given_diversity_is_not_searched(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def searched(*args: Any, **options: Any) -> None:
         raise AssertionError("searched")
@@ -200,6 +202,7 @@ def test_a_given_diversity_is_not_searched(data: Path, tmp_path: Path, monkeypat
         done(job(data, "pet", tmp_path / "other", None))
 
 
+@pytest.mark.usefixtures("always_searched")
 def test_a_searched_diversity_is_the_one_that_is_trained(data: Path, tmp_path: Path) -> None:
     searched = job(data, "pet", tmp_path / "out", None, epochs=3)
     model = done(searched)
@@ -210,6 +213,7 @@ def test_a_searched_diversity_is_the_one_that_is_trained(data: Path, tmp_path: P
     assert weights_digest(tmp_path / "out") == weights_digest(tmp_path / "given")
 
 
+@pytest.mark.usefixtures("always_searched")
 def test_a_recorder_receives_all_events(data: Path, tmp_path: Path) -> None:
     class Recorder(SearchCallback):
         def __init__(self) -> None:
@@ -244,6 +248,7 @@ class StopAfter:
         return self.left < 0
 
 
+@pytest.mark.usefixtures("always_searched")
 @pytest.mark.parametrize(("name", "make", "target", "diversity"), [(*KINDS[0], None), (*KINDS[1], 0.5)])
 def test_repeated_interruptions_do_not_change_the_result(
     diversity: float | None, name: str, make: Callable[..., Any], target: str, tmp_path: Path
@@ -345,6 +350,7 @@ def test_a_process_that_died_at_its_very_start(data: Path, tmp_path: Path) -> No
     assert is_complete(fit.out)
 
 
+@pytest.mark.usefixtures("always_searched")
 def test_a_full_disk_keeps_finished_work(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out", None)
     for room in range(2, 60, 6):
@@ -483,9 +489,9 @@ def test_a_damaged_checkpoint_is_one_sentence(data: Path, tmp_path: Path) -> Non
     fit = job(data, "pet", tmp_path / "out", epochs=5)
     with fit.lock(), pytest.raises(Interrupted):
         fit.train(stop=StopAfter(2))
-    state = next((fit.work / "checkpoints" / "model").glob("state-*"))
+    state = next((fit.work / "checkpoints" / "model-0.5").glob("state-*"))
     state.write_bytes(state.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"The checkpoint in .*model is damaged .* Remove that folder"):
+    with pytest.raises(ValueError, match=r"The checkpoint in .*model-0.5 is damaged .* Remove that folder"):
         done(fit)
 
 

@@ -48,7 +48,7 @@ Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory of
 def fit(
     request: TableRequest,
     out: Annotated[Path | None, option("DIRECTORY", "Model directory. By default models/NAME.")] = None,
-    diversity: Annotated[str, option("λ", "λ in [0, 1], or auto: choose it on validation rows.")] = "0",
+    diversity: Annotated[str, option("λ", "λ in [0, 1], or auto: choose it on validation rows.")] = "auto",
     overwrite: Annotated[bool, option(None, "Replace the model in the directory.", "--overwrite")] = False,
     baselines: Annotated[bool, option(None, "Compare with simpler models and gradient boosting.")] = True,
 ) -> None:

@@ -55,7 +55,7 @@ class Estimator(FittedEstimator):
     _: KW_ONLY
     members: str = "separate"
     hidden: int | tuple[int, ...] = (64,)
-    diversity: float | str = 0.0
+    diversity: float | str = "auto"
     encoding: str = "auto"
     epochs: int = 100
     batch_size: int = 128
@@ -111,28 +111,30 @@ class Estimator(FittedEstimator):
         weight = self._sample_weight(table, y, sample_weight)
         self._learn_scales(table, y, weight)
         plan, seed = replace(plan, precision=precision_of(table), task=self._task), _draw_seed(self.random_state)
-        if self._task == "multilabel" and self.diversity == "auto":
-            raise ValueError("Expected a number for `diversity` with several labels per sample, but got 'auto'.")
         samples, used = self._samples(table, y, weight, plan)
         if self.early_stopping == "auto" and len(samples) < MIN_FOLD_ROWS:
             plan = replace(plan, patience=None)
         with self._threads():
-            blocks, self.tuning_ = None, None
-            if plan.patience is not None or self.diversity == "auto":
+            blocks, is_auto = None, self.diversity == "auto"
+            if plan.patience is not None or (is_auto and len(samples) >= MIN_FOLD_ROWS):
                 groups = None if groups is None else np.asarray(groups)[used]
                 blocks = number_blocks(raw_matrix(self._encoding, table[used]), weight=samples.weight, groups=groups)
-                if self.diversity == "auto":
-                    self.tuning_ = search_diversity(self, plan, samples, blocks, seed)
-            self.diversity_ = float(self.diversity if self.tuning_ is None else self.tuning_.diversity)
-            fitted = self._train(plan, seed, **self._stopping(plan, samples, blocks, seed))
+            self.tuning_, self.diversity_ = None, self._first_diversity()
+            fitted = self._train(plan, seed, **self._stopping(plan, samples, blocks, seed), scored=is_auto)
+            if is_auto:
+                self.tuning_ = search_diversity(self, plan, samples, blocks, seed, fitted.scores)
+                if self.verbose:
+                    print(self.tuning_.sentence)
+                if self.tuning_.diversity > 0:
+                    self.diversity_ = self.tuning_.diversity
+                    fitted = self._train(plan, seed, **self._stopping(plan, samples, blocks, seed))
         self.history_ = [_history_entry(**epoch) for epoch in fitted.trained.fitted.history]
         self.oof_predictions_, self._residuals, held_out = None, None, fitted.held_out
         if held_out is not None and held_out.folds is not None:
-            predictions = held_out.expand(used)
-            self.oof_predictions_ = self._squeeze(predictions)
-            if self._task == "regression":
-                rows = (self._encode_targets(y[used]), predictions[used], held_out.folds)
-                self._residuals = residuals_by_fold(*rows, NUM_FOLDS, None if weight is None else weight[used])
+            self.oof_predictions_ = self._squeeze(held_out.expand(used))
+        if held_out is not None and self._task == "regression":
+            folds = None if held_out.folds is None else held_out.folds[held_out.rows]
+            self._residuals = residuals_by_fold(np.sqrt(held_out.losses), folds, held_out.weight)
         self._state = TrainingState(seed, plan).add(samples)
 
     def _stopping(self, plan: MemberPlan, samples: Split, blocks: Tensor | None, seed: int) -> dict[str, Any]:
@@ -170,14 +172,9 @@ class Estimator(FittedEstimator):
             raise ValueError(f"Expected the `classes` of the first call, {self.classes_}, but got {classes!r}.")
         weight = self._sample_weight(table, y, sample_weight)
         if first:
-            if self.diversity == "auto":
-                raise ValueError(
-                    "Expected `diversity` to be a number for partial_fit, but got 'auto', which needs all samples at "
-                    "once. Use fit, or give a number."
-                )
             plan = replace(self._plan(), precision=precision_of(table))
             self._state = TrainingState(_draw_seed(self.random_state), plan)
-            self.tuning_, self.history_, self.diversity_ = None, [], float(self.diversity)
+            self.tuning_, self.history_, self.diversity_ = None, [], self._first_diversity()
             self.oof_predictions_, self._residuals = None, None
             self._learn_scales(table, y, weight)
             shape = (self._encoding.num_features, self._num_outputs)
@@ -220,6 +217,10 @@ class Estimator(FittedEstimator):
         self.oof_score_ = None if held_out is None else held_out.score
         self._residual_variance = None if held_out is None else held_out.variance
         return fitted
+
+    def _first_diversity(self) -> float:
+        """λ before a search."""
+        return 0.0 if self.diversity == "auto" else float(self.diversity)
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Prediction intervals of a regression from out-of-fold residuals (CV+; Barber et al., 2021)."""
+"""Prediction intervals of a regression: CV+ (Barber et al., 2021), or split conformal with a hold-out."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchace.lab.data.encoding import weighted_quantiles
+from torchace.lab.data.folds import NUM_FOLDS
 
 MAX_RESIDUALS = 1000  # kept of a fold: evenly spaced order statistics
 CHUNK_VALUES = 1 << 22
 
 
 def residuals_by_fold(
-    y: NDArray[np.float64],
-    predictions: NDArray[np.float64],
-    folds: NDArray[np.int64],
-    num_folds: int,
-    weight: NDArray[np.float64] | None = None,
+    residuals: NDArray[np.float64], folds: NDArray[np.int64] | None, weight: NDArray[np.float64] | None = None
 ) -> list[NDArray[np.float64]]:
-    """Absolute out-of-fold residuals of each fold, `(n, M)`, sorted; targets and predictions are `(N, M)`.
+    """Absolute residuals `(N, M)` by fold, `(n, M)` each, sorted; without folds `(N,)`, all are of one hold-out.
 
     A weight `(N,)` counts as repeats of a sample: a fold has residuals in proportion to its weight.
     """
-    found, weight = [], np.ones(len(y)) if weight is None else weight
-    residuals, known = np.abs(y - predictions), ~np.isnan(predictions).any(1)
-    for fold in range(num_folds):
-        rows = known & (folds == fold)
+    found, weight = [], np.ones(len(residuals)) if weight is None else weight
+    for fold in range(1 if folds is None else NUM_FOLDS):
+        rows = np.ones(len(residuals), dtype=bool) if folds is None else folds == fold
         if rows.any():
             count = max(1, round(weight[rows].sum() / weight.mean()))
             shares = np.linspace(1 / count, 1, min(count, MAX_RESIDUALS))

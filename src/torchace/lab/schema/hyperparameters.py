@@ -39,7 +39,7 @@ class Hyperparameters(BaseModel):
     encoding: Literal["auto", "standard", "robust", "piecewise"] = Field(
         default="auto", description="Encoding of numbers; piecewise adds bins between quantiles."
     )
-    diversity: float | str = Field(default=0.0, description="λ in [0, 1], or auto: choose it on validation rows.")
+    diversity: float | str = Field(default="auto", description="λ in [0, 1], or auto: choose it on validation rows.")
     epochs: Count = Field(default=100, description="Maximum number of epochs.")
     batch_size: Count = Field(default=128, description="Rows in a batch.")
     learning_rate: Positive = Field(default=3e-3, description="Learning rate of AdamW.")
@@ -68,7 +68,7 @@ class Hyperparameters(BaseModel):
 
     @model_validator(mode="after")
     def _check_batches(self) -> Self:
-        if self.batches == "separate" and self.diversity != 0:
+        if self.batches == "separate" and self.diversity not in (0, "auto"):
             raise ValueError(
                 "λ > 0 needs members that see each other's predictions: with batches='separate' set diversity=0, or "
                 "use batches='exchanged'."

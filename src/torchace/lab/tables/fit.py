@@ -34,6 +34,8 @@ from torchace.lab.training.loop import CheckpointPolicy
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.run_group import chunk_rows
 from torchace.lab.training.tasks import TASKS
+from torchace.lab.tuning.auto import ZeroDiversity
+from torchace.lab.tuning.grid_search import TunedDiversity
 from torchace.lab.tuning.search import SearchCache, SearchCallback
 from torchace.saving import ModelFileError
 
@@ -159,10 +161,10 @@ class TableFit:
         """Search λ, train and score the model, and write the result files; `Interrupted` if `stop` returns True."""
         callback, start, search = callback or SearchCallback(), time.monotonic(), None
         diversity = self.diversity
-        if diversity is None:  # seed + 1: the search must not use the model's seed
-            cache = SearchCache(self.work / "search", SAVE_EVERY)
-            grid = self.table.grid_search(self.plan, self.device, self.seed + 1, cache=cache, end_early=True)
-            tuned = grid.run(callback, stop)
+        fitted = None
+        if diversity is None:
+            fitted = self._fit(0.0, callback, stop, scored=True)
+            tuned = self._search(fitted, callback, stop)
             search, diversity = tuned.to_dict(), tuned.diversity
         run, store = RunKey("model", diversity, self.seed), RunStore(self.model)
         if store.is_finished(run):
@@ -170,14 +172,8 @@ class TableFit:
             store.clean([])
             return
         shutil.rmtree(self.model, ignore_errors=True)
-        owner = {"runs": [[run.arm, run.diversity, run.seed]], "config_sha256": json_digest(self.request())}
-        checkpoints = Checkpoints(self.work / "checkpoints" / "model", owner=owner)
-        fitted = self._fit(
-            diversity,
-            checkpoint_policy=CheckpointPolicy(checkpoints, None, SAVE_EVERY),
-            on_progress=callback.on_step,
-            stop=stop,
-        )
+        if fitted is None or diversity > 0:
+            fitted = self._fit(diversity, callback, stop)
         scores, arrays = self._evaluate(fitted)
         comparison = None
         if self.baselines:
@@ -201,12 +197,29 @@ class TableFit:
         store.write_experiment(self._experiment(result, search=search, comparison=comparison, seconds=seconds))
         store.write_result(result, arrays)  # marks the run as finished
 
-    def _fit(self, diversity: float, **options: Any) -> FittedEnsemble:
+    def _search(self, fitted: FittedEnsemble, callback: SearchCallback, stop: Callable[[], bool]) -> TunedDiversity:
+        """Search λ, unless the model with λ=0 lets expect no gain."""
+        table, scores = self.table, fitted.scores
+        scores = None if scores is None else scores.scaled(table.target_variance)
+        size = len(table.train) + len(table.validation)
+        zero = ZeroDiversity(self.plan, table.train.x.shape[1], table.num_outputs, size, scores)
+        if reason := zero.reason():
+            return zero.keep(reason)
+        cache = SearchCache(self.work / "search", SAVE_EVERY)
+        # seed + 1: the search must not use the model's seed
+        grid = table.grid_search(self.plan, self.device, self.seed + 1, cache=cache, end_early=True, baseline=scores)
+        return grid.run(callback, stop)
+
+    def _fit(
+        self, diversity: float, callback: SearchCallback, stop: Callable[[], bool], *, scored: bool = False
+    ) -> FittedEnsemble:
         """Train, and stop on folds of the training and validation rows, or on the validation rows.
 
         With folds, every row is left out by the same number of members, so that its scores are those of an ensemble.
         """
         plan, folds = self.plan, None
+        owner = {"runs": [["model", diversity, self.seed]], "config_sha256": json_digest(self.request())}
+        checkpoints = Checkpoints(self.work / "checkpoints" / f"model-{diversity:g}", owner=owner)
         train, validation, test = self.table.parts(plan, self.device)
         has_folds = plan.num_members % NUM_FOLDS == 0 and not plan.has_shared_weights and plan.batches == "shared"
         has_folds = has_folds and len(train) + len(validation) >= MIN_FOLD_ROWS and len(test) > 0
@@ -224,7 +237,10 @@ class TableFit:
             seed=self.seed,
             folds=folds,
             validation=validation if folds is None else None,
-            **options,
+            scored=scored,
+            checkpoint_policy=CheckpointPolicy(checkpoints, None, SAVE_EVERY, at_end=scored),
+            on_progress=callback.on_step,
+            stop=stop,
         )
 
     def _evaluate(self, fitted: FittedEnsemble) -> tuple[dict[str, Any], dict[str, Tensor]]:

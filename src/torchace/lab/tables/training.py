@@ -10,7 +10,15 @@ from torch import Tensor
 from torchace.lab.data import Split
 from torchace.lab.data.encoding import Encoding
 from torchace.lab.data.folds import FoldSplit
-from torchace.lab.training.members import MemberPlan, OutOfFold, TrainedGroup, collect_out_of_fold, train_members
+from torchace.lab.training.members import (
+    FitScores,
+    MemberPlan,
+    OutOfFold,
+    TrainedGroup,
+    collect_out_of_fold,
+    score_fit,
+    train_members,
+)
 from torchace.lab.training.scaling import Scaler, assemble_ensemble
 from torchace.nn import Ensemble
 
@@ -28,6 +36,7 @@ class FittedEnsemble:
     held_out: OutOfFold | None  # None: every member was trained on all samples
     temperature: float  # of the logits; 1 for a regression
     left_out: Tensor | None = None  # (K, N): the members that left out each sample
+    scores: FitScores | None = None  # if asked for, and samples were left out
 
 
 def fit_ensemble(
@@ -42,6 +51,7 @@ def fit_ensemble(
     folds: Tensor | None = None,
     validation: Split | None = None,
     refit: Split | None = None,
+    scored: bool = False,
     **options: Any,
 ) -> FittedEnsemble:
     """Train an ensemble; stop on samples that members left out, if the plan has `patience`.
@@ -57,6 +67,7 @@ def fit_ensemble(
         folds: Fold of each sample, `(N,)`: member k leaves out fold k mod 5, and these samples stop the training.
         validation: Samples that give the temperature and the score, and stop the training unless there are folds.
         refit: Samples of a second training for the best number of epochs.
+        scored: Whether to score it for `expects_gain`.
         options: Options of `train_members`.
     """
     split = None if folds is None else FoldSplit.make(samples, folds, plan.num_members)
@@ -82,10 +93,13 @@ def fit_ensemble(
     elif split is not None and folds is not None:
         held_out = collect_out_of_fold(trained, split.validation, left_out, scaler)
         held_out = replace(held_out, rows=split.rows.cpu().numpy(), folds=folds.numpy())
+    scores = None
+    if scored and plan.num_members > 1 and (validation is not None or folds is not None):
+        scores = score_fit(trained, samples, validation=validation, folds=folds)
     if refit is not None and trained.fitted.best_epochs:
         epochs, schedule = trained.fitted.best_epochs[0], trained.train_config.schedule
         whole = train(replace(plan, epochs=epochs, schedule=schedule, patience=None), refit, **options)
         trained = replace(trained, network=whole.network)
     temperature = 1.0 if held_out is None else held_out.temperature
     ensemble = assemble_ensemble(encoding.encoder(), trained.ensemble(0), scaler, temperature)
-    return FittedEnsemble(ensemble, trained, held_out, temperature, left_out)
+    return FittedEnsemble(ensemble, trained, held_out, temperature, left_out, scores)

@@ -57,6 +57,7 @@ class CheckpointPolicy:
     checkpoints: Checkpoints
     every_steps: int | None = None
     every_seconds: float | None = 60.0
+    at_end: bool = False  # so that a finished training is not repeated
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def fit(
     feed = BatchFeed(batches, seeds, network.total_members, config, mean_weight)
     diversity = torch.tensor(list(diversities), dtype=config.dtype, device=batches.device)
 
+    done = start
     for step in range(start, config.steps if training.active.any() else start):
         timer.update()
         if timer.should_stop:
@@ -145,6 +147,7 @@ def fit(
         network.step.fill_(step)
         result = train_step(x, y, weight, diversity if share == 1 else diversity * share, training.active)
         training.stats.add(result, step, weight)
+        done = step + 1
 
         is_last_step = step == config.steps - 1
         ends_epoch = is_last_step or within == batches.steps_per_epoch - 1
@@ -167,6 +170,8 @@ def fit(
             timer.mark_saved()
         if ends_epoch and not training.active.any():
             break
+    if checkpoint_policy is not None and checkpoint_policy.at_end and done > start:
+        training.save(done)
     return training.finish()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchace.functional import disagreement
 from torchace.lab.data import Batches, Split, hashed_key
+from torchace.lab.data.folds import NUM_FOLDS
 from torchace.lab.data.rng import use_seed
 from torchace.lab.schema.hyperparameters import Hyperparameters
 from torchace.lab.training.config import TrainConfig
@@ -150,17 +151,6 @@ class TrainedGroup:
         """Each ensemble's cross entropy or squared error on every sample of a split, `(R, N)`."""
         return validation_losses(self.network, split, self.train_config, temperature=temperature)
 
-    def member_scores(self, split: Split) -> tuple[Tensor, Tensor]:
-        """Members' mean loss and disagreement on every sample of a split, `(R, N)` each."""
-        y, parts = split.y.cpu(), []  # (2, R, n) each
-        for logits in zip(*(self.logits(run, split.x) for run in range(self.network.num_runs)), strict=True):
-            target, y = y.tensor_split([logits[0].shape[1]])
-            losses = [TASKS[self.plan.task].scores(z.unsqueeze(1), target).mean(0) for z in logits]  # (K, 1, n, C)
-            differ = [disagreement(z.nan_to_num(), reduction="none") for z in logits]  # NaN: of failed runs
-            parts.append(torch.stack([torch.stack(losses), torch.stack(differ)]))
-        losses, differ = torch.cat(parts, 2)
-        return losses, differ
-
     def scores(self, split: Split) -> list[float]:
         """Weighted means of `losses` over a split; Inf for failed runs."""
         values = mean_over_samples(self.losses(split), split.weight).tolist()
@@ -205,6 +195,65 @@ def train_members(
     return TrainedGroup(plan, train_config, network, fitted)
 
 
+@dataclass(frozen=True)
+class FitScores:
+    """Mean losses of an ensemble trained with λ=0, in the units of training and before the temperature."""
+
+    train: float  # the ensemble's, on training samples
+    validation: float  # the same on samples left out
+    member: float  # its members' mean
+    disagreement: float  # of its members
+    num_samples: int  # that trained each member
+    seconds: float
+
+    def scaled(self, factor: float) -> FitScores:
+        """Losses times a factor, such as the variance of a scaled target."""
+        losses = {name: factor * getattr(self, name) for name in ("train", "validation", "member")}
+        return replace(self, **losses)
+
+
+def score_fit(
+    trained: TrainedGroup, train: Split, *, validation: Split | None = None, folds: Tensor | None = None
+) -> FitScores:
+    """Score the first run on its training samples, and on `validation` or on the folds `(N,)` that members left out.
+
+    Few members leave out the same fold. The whole ensemble's loss on left-out samples is then estimated as that of its
+    members, less what averaging gains on training samples; their disagreement is that on training samples, too.
+    """
+    every = torch.ones(trained.plan.num_members, dtype=torch.bool)
+    if folds is None or validation is not None:
+        assert validation is not None
+        loss, member, differ = _mean_scores(trained, [(validation, every)])
+        train_loss, num_samples = _mean_scores(trained, [(train, every)])[0], len(train)
+    else:
+        inside, outside = [], []
+        for fold in range(NUM_FOLDS):
+            part, left_out = (
+                train.take((folds == fold).to(train.x.device)),
+                torch.arange(len(every)) % NUM_FOLDS == fold,
+            )
+            inside += [(part, ~left_out)] if len(part) and (~left_out).sum() > 1 else []
+            outside += [(part, left_out)] if len(part) and left_out.any() else []
+        train_loss, train_member, differ = _mean_scores(trained, inside)
+        member = _mean_scores(trained, outside)[1]
+        loss, num_samples = member - (train_member - train_loss), round(len(train) * (1 - 1 / NUM_FOLDS))
+    return FitScores(train_loss, loss, member, differ, num_samples, trained.fitted.seconds)
+
+
+def _mean_scores(trained: TrainedGroup, parts: Sequence[tuple[Split, Tensor]]) -> list[float]:
+    """Mean loss of some members' ensemble, their mean loss and disagreement, over samples with their members `(K,)`."""
+    score, rows, weights = TASKS[trained.plan.task].scores, [], []
+    for split, members in parts:
+        y = split.y.cpu()
+        for logits in trained.logits(0, split.x):
+            target, y = y.tensor_split([logits.shape[1]])
+            z = logits[members]
+            values = score(z[None], target)[0], score(z.unsqueeze(1), target).mean(0), disagreement(z, reduction="none")
+            rows.append(torch.stack(values))
+        weights.append(torch.ones(len(split)) if split.weight is None else split.weight.cpu())
+    return mean_over_samples(torch.cat(rows, 1), torch.cat(weights).double()).tolist()
+
+
 def new_run_group(
     plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int], diversities: Sequence[float]
 ) -> RunGroup:
@@ -221,6 +270,8 @@ class OutOfFold:
     """Predictions of samples that a member left out, and what follows from them."""
 
     predictions: NDArray[np.float64]  # (n, C) probabilities, or (n, M) in the targets' units; none of a hold-out
+    losses: NDArray[np.float64]  # (n, 1), or (n, M): squared errors of each target
+    weight: NDArray[np.float64] | None  # (n,)
     score: float  # cross entropy, or squared error in the targets' units
     temperature: float
     variance: NDArray[np.float64]  # (M,): mean square residual of each target of a regression; (1,): the score
@@ -258,9 +309,10 @@ def collect_out_of_fold(
         if left_out is not None:
             predictions.append(predicted.numpy())
     weight = None if split.weight is None else split.weight.cpu().double()
-    variance = mean_over_samples(torch.cat(losses).T, weight).numpy()  # (M,)
-    collected = np.concatenate(predictions) if predictions else np.empty((0, 0))
-    return OutOfFold(collected, float(variance.mean()), temperature, variance)
+    collected, found = np.concatenate(predictions) if predictions else np.empty((0, 0)), torch.cat(losses)
+    variance = mean_over_samples(found.T, weight).numpy()  # (M,)
+    weights = None if weight is None else weight.numpy()
+    return OutOfFold(collected, found.numpy(), weights, float(variance.mean()), temperature, variance)
 
 
 def fit_run_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | None = None, run: int = 0) -> float:

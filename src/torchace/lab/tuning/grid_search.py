@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +16,11 @@ from torch import Tensor
 
 from torchace._checks import check_count, check_fraction
 from torchace._statistics import mean_over_samples as estimate_mean
-from torchace.diagnosis.advice import advise_diversity, is_overfit
 from torchace.lab.data import Split
 from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
 from torchace.lab.schema.values import LARGEST
 from torchace.lab.training.evaluate import CHUNK
-from torchace.lab.training.members import fit_run_temperature, train_members
+from torchace.lab.training.members import FitScores, MemberPlan, fit_run_temperature, train_members
 from torchace.lab.training.tasks import TASKS, mean_over_samples
 from torchace.lab.tuning.search import (
     MAX_SEEDS,
@@ -41,6 +39,7 @@ TOLERANCE = 1e-9  # relative: the last digits of a score depend on the other run
 RESOLUTION = 0.01  # smallest distance between two λ
 MAX_RUNS = 64  # in a run group
 MEMORY = 2**30  # bytes of a run group, estimated
+LOSSES = {"cross_entropy": "cross entropy", "mse": "mean squared error"}
 
 Scores = Mapping[int, float | None]  # by seed; None for a training that failed
 Losses = dict[float, dict[int, Tensor | None]]  # (N,) by λ and seed; None for a training that failed
@@ -87,14 +86,6 @@ class TunedDiversity(DiversitySearch):
         return cls.model_validate(content)
 
 
-class _Baseline(NamedTuple):
-    """Mean scores of λ=0 before the temperature, and the reason not to search, if any."""
-
-    train: float
-    validation: float
-    reason: str
-
-
 @dataclass(frozen=True)
 class GridSearch:
     """Search λ by the ensemble's cross entropy (or squared error) on validation samples.
@@ -112,7 +103,8 @@ class GridSearch:
     candidates: Sequence[float] = CANDIDATES  # of the first round
     score_scale: float = 1.0  # factor for the scores, such as the variance of a scaled target
     cache: SearchCache | None = None  # an interrupted search resumes from it
-    end_early: bool = False  # after λ=0 if no gain is expected, after `PROBE` or all λ if validation shows none
+    end_early: bool = False  # after `PROBE` or all λ, if the validation samples show no gain
+    baseline: FitScores | None = None  # of a model with λ=0
 
     def __post_init__(self) -> None:
         check_count(self.num_seeds, "num_seeds")
@@ -133,15 +125,15 @@ class GridSearch:
         tried = [0.0] if problem.plan.num_members == 1 else tried
         losses: Losses = {}
         rounds: list[tuple[float, ...]] = []
-        gain, baseline = None, None
+        gain = None
+        if self.baseline is not None:
+            runs = (len(tried) + 2 * (self.rounds - 1)) * self.num_seeds + 2 * self.num_fresh
+            size = len(problem.train) / self.baseline.num_samples
+            train.callback.on_estimate(self.baseline.seconds * size * runs)
         with contextlib.nullcontext() if self.cache is None else self.cache.open(problem.fingerprint(test=self.test)):
-            if self.end_early and len(tried) > 1:
-                losses[0.0], baseline = self._train_baseline(train, seeds, len(tried))
-                if baseline is not None and baseline.reason:
-                    tried = [0.0]
-                elif PROBE in tried:
-                    losses |= train(SearchStage(1, "search", (PROBE,), seeds), problem.validation)
-                    tried = tried if self._is_promising(losses, PROBE) else [0.0, PROBE]
+            if self.end_early and PROBE in tried:
+                losses |= train(SearchStage(1, "search", (0.0, PROBE), seeds), problem.validation)
+                tried = tried if self._is_promising(losses, PROBE) else [0.0, PROBE]
             while tried and len(rounds) < self.rounds:
                 rounds.append(tuple(tried))
                 if untried := tuple(diversity for diversity in tried if diversity not in losses):
@@ -175,55 +167,12 @@ class GridSearch:
             seeds=seeds,
             fresh_seeds=fresh_seeds if compared else (),
             gain=gain,
-            train_score=None if baseline is None else baseline.train,
-            validation_score=None if baseline is None else baseline.validation,
+            train_score=None if self.baseline is None else self.baseline.train,
+            validation_score=None if self.baseline is None else self.baseline.validation,
             sentence=_describe(
-                problem, scores, best, gain, None if is_too_small else self.num_fresh * compared, baseline
+                problem, scores, best, gain, None if is_too_small else self.num_fresh * compared, self.baseline
             ),
         )
-
-    def _train_baseline(
-        self, train: _GroupTrainer, seeds: tuple[int, ...], num_candidates: int
-    ) -> tuple[dict[int, Tensor | None], _Baseline | None]:
-        """Train λ=0 and estimate the time of the rest; return its validation losses and mean scores.
-
-        The scores are None if every training failed.
-        """
-        problem, start = self.problem, time.monotonic()
-        losses = train(SearchStage(1, "search", (0.0,), seeds), problem.validation, problem.train)[0.0]
-        runs = (num_candidates - 1 + 2 * (self.rounds - 1)) * self.num_seeds + 2 * self.num_fresh
-        train.callback.on_estimate((time.monotonic() - start) / self.num_seeds * runs)
-        size = len(problem.validation)
-        rows = {
-            s: None if row is None else row.tensor_split((size, 2 * size, 3 * size, 4 * size))
-            for s, row in losses.items()
-        }
-        splits = [problem.validation] * 3 + [problem.train]
-        means = [
-            _mean({seed: self._score(None if row is None else row[place], split) for seed, row in rows.items()})
-            for place, split in enumerate(splits, start=1)
-        ]
-        validation = {seed: None if row is None else row[0] for seed, row in rows.items()}
-        return validation, self._describe_baseline(*means) if math.isfinite(means[0]) else None
-
-    def _describe_baseline(self, validation: float, member: float, disagreement: float, train: float) -> _Baseline:
-        """Return the mean scores of λ=0, and the reason not to search, if any."""
-        problem, plan, reason = self.problem, self.problem.plan, ""
-        if is_overfit(train, validation):
-            reason = "The members overfit, and λ does not help against that."
-        elif not plan.has_shared_weights:
-            is_regression = plan.task == "regression"
-            advice = advise_diversity(
-                train_loss=train,
-                validation_loss=validation,
-                member_loss=member,
-                disagreement=None if is_regression else disagreement,
-                num_samples=len(problem.train),
-                num_parameters=plan.count_parameters(problem.train.x.shape[1], problem.num_outputs),
-                num_classes=None if is_regression else problem.num_outputs,
-            )
-            reason = "" if advice.diversity else advice.sentence
-        return _Baseline(train, validation, reason)
 
     def _is_promising(self, losses: Losses, diversity: float) -> bool:
         """Whether the gain on the validation samples exceeds its standard error.
@@ -255,17 +204,13 @@ class _GroupTrainer:
     stop: Callable[[], bool]
     max_loss: float  # above it, a training counts as failed
 
-    def __call__(self, stage: SearchStage, split: Split, train: Split | None = None) -> Losses:
-        """Losses on `split`; with `train`, followed by values before the temperature.
-
-        These are losses on `split`, its members' mean losses and disagreement, and losses on `train`.
-        """
+    def __call__(self, stage: SearchStage, split: Split) -> Losses:
         # all λ of a seed in one group: they share batches
         runs = [(diversity, seed) for seed in stage.seeds for diversity in stage.diversities]
         rows: list[Tensor | None] = []
         for places in np.array_split(np.arange(len(runs)), math.ceil(len(runs) / self._max_runs())):
             group = [runs[place] for place in places]
-            losses = self._train(stage, group, split, train, start=len(rows) / len(runs), share=len(group) / len(runs))
+            losses = self._train(stage, group, split, start=len(rows) / len(runs), share=len(group) / len(runs))
             rows += [row if bool((row.abs() < self.max_loss).all()) else None for row in losses]
         self.callback.on_search(stage, 1.0)
         by_run = dict(zip(runs, rows, strict=True))
@@ -276,11 +221,10 @@ class _GroupTrainer:
         stage: SearchStage,
         group: Sequence[tuple[float, int]],
         split: Split,
-        train: Split | None,
         start: float,  # of the stage, as a fraction
         share: float,
     ) -> Tensor:
-        """Return losses `(R, N)` of all splits in float64; NaN for failed runs."""
+        """Return losses `(R, N)` in float64; NaN for failed runs."""
         problem, cache = self.problem, self.cache
         file = None if cache is None else cache.group_file(stage.purpose, group)
         if cache is not None and file is not None and (finished := cache.read(file)) is not None:
@@ -299,10 +243,7 @@ class _GroupTrainer:
         temperature = None
         if problem.plan.has_temperature:  # as the model will have one
             temperature = [fit_run_temperature(trained, problem.validation, run=run) for run in range(len(group))]
-        rows = [trained.losses(split, temperature)]
-        if train is not None:
-            rows += [trained.losses(split), *trained.member_scores(split), trained.losses(train)]
-        losses = torch.cat([row.double().cpu() for row in rows], 1)
+        losses = trained.losses(split, temperature).double().cpu()
         losses[sorted(trained.fitted.failures)] = torch.nan
         if cache is not None and file is not None:
             cache.write(file, losses)
@@ -329,10 +270,10 @@ def _describe(
     best: float,
     gain: Gain | None,
     num_fresh: int | None,  # None: the gain on the validation samples is below its standard error
-    baseline: _Baseline | None,
+    baseline: FitScores | None,
 ) -> str:
     """Return the reason for the choice, and how far training and validation scores lie apart at λ=0."""
-    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
+    noun = LOSSES[TASKS[problem.plan.task].score_name]
     if problem.plan.num_members == 1:
         sentence = "One member cannot differ from others: λ=0."
     elif all(score is None for score in scores[best].values()):
@@ -354,8 +295,11 @@ def _describe(
         sentence = f"λ={best:g} has the lowest {noun} on the validation samples; {why}."
     else:
         sentence = f"λ={best:g} {describe_gain(gain, noun, num_fresh)}"
-    if baseline is None:
-        return sentence
-    both = f"{baseline.train:.3g} on the training and {baseline.validation:.3g} on the validation samples"
-    apart = f"At λ=0 the {noun} is {both}{' before the temperature' if problem.plan.has_temperature else ''}."
-    return f"{apart} {baseline.reason} λ=0 is kept without a search." if baseline.reason else f"{sentence} {apart}"
+    return sentence if baseline is None else f"{sentence} {describe_scores(problem.plan, baseline)}"
+
+
+def describe_scores(plan: MemberPlan, scores: FitScores) -> str:
+    """Say how far training and validation losses lie apart at λ=0."""
+    both = f"{scores.train:.3g} on the training and {scores.validation:.3g} on the validation samples"
+    apart = " before the temperature" if plan.has_temperature else ""
+    return f"At λ=0 the {LOSSES[TASKS[plan.task].score_name]} is {both}{apart}."
