@@ -212,8 +212,8 @@ def main() -> None:
         lines += [
             "## Shifted images",
             "",
-            f"λ changes the AUROC of mutual information significantly in {changed} of {number} rows, that of entropy in "
-            f"{entropy}.",
+            f"λ changes the AUROC of mutual information significantly in {changed} of {number} rows, that of entropy "
+            f"in {entropy}.",
             "",
             fold("All rows", measure.table(header, shifted)),
             "",
