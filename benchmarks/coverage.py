@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import measure
 import numpy as np
 from numpy.typing import NDArray
 
@@ -84,21 +85,25 @@ def main() -> None:
         found = coverage(kind, samples, seeds, shares, runs=options.runs)
         rows.append({"distribution": kind, "samples": samples, "seeds": seeds, "shares": shares, **found})
         print(rows[-1], flush=True)
-    options.out.write_text(json.dumps({"runs": options.runs, "level": 0.95, "rows": rows}, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(make_page(rows, options.runs))
+    versions = {"numpy": np.__version__, "commit": measure.commit()}
+    content = {"runs": options.runs, "level": 0.95, "versions": versions, "rows": rows}
+    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(make_page(rows, options.runs, versions))
 
 
-def make_page(rows: list[dict], runs: int) -> str:  # type: ignore[type-arg]
+def make_page(rows: list[dict], runs: int, versions: dict[str, str | None]) -> str:  # type: ignore[type-arg]
     """The results as Markdown."""
     error = 100 * math.sqrt(0.95 * 0.05 / runs)
-    every = [100 * row["seeds and samples"] for row in rows]
+    crossed, alone = ([100 * row[name] for row in rows] for name in ("seeds and samples", "seeds alone"))
     lines = [
         "# Coverage of the intervals",
         "",
-        f"**95 % intervals cover the true gain in {min(every):.0f} to {max(every):.0f} % of simulations.**",
+        f"**95 % intervals from the loss of every sample cover the true gain in {min(crossed):.0f} to "
+        f"{max(crossed):.0f} % of simulations; intervals over seeds alone in {min(alone):.0f} to {max(alone):.0f} %.**",
         "",
-        "torchace reports the «crossed» interval if it has the loss of every sample, else that of the «seeds alone», "
-        "the t interval of the seeds' mean gains. The latter covers new seeds, not new samples.",
+        "torchace reports the first, «crossed» kind if it has the loss of every sample, else the t interval of the "
+        "seeds' mean gains («seeds alone»). The latter holds for new seeds on the same test samples, not for new "
+        "samples. Reports say which one they show.",
         "",
         "| Seeds | Variance: seeds / samples / both | "
         + " | ".join(f"{n} samples: crossed | {n} samples: seeds alone" for n in SAMPLES)
@@ -118,7 +123,8 @@ def make_page(rows: list[dict], runs: int) -> str:  # type: ignore[type-arg]
         f"{'; '.join(DISTRIBUTIONS)}. {runs:,} simulated gains each (standard error {error:.1f} points). Variance: "
         "shares of seeds, samples and their interaction in the variance of the mean gain.",
         "",
-        "Written by `benchmarks/coverage.py`; [every case](coverage.json).",
+        f"Written by `benchmarks/coverage.py` (numpy {versions['numpy']}, commit {versions['commit']}); [every case]"
+        "(coverage.json).",
         "",
     ]
     return "\n".join(lines)

@@ -100,7 +100,8 @@ class Width:
                 text = "–" if estimate is None else interval_text(estimate, digits, factor=factor, tests=self.tests)
                 cells.append(text)
             compared.append(cells)
-        chosen = ", ".join(f"λ={d:g} {_loss_text(value)}" for d, value in sorted(self.validation.items()))
+        planned = self.file["design"]["diversities"]
+        chosen = ", ".join(f"λ={d:g} {_loss_text(self.validation.get(d))}" for d in planned)
         return [
             f"## Width {self.width}",
             "",
@@ -130,9 +131,9 @@ class Width:
         return rows
 
 
-def _loss_text(value: float) -> str:
-    """Format a validation loss; above log C = 2.3 a training has diverged."""
-    return f"{value:.4f}" if value < 2.4 else "diverged"
+def _loss_text(value: float | None) -> str:
+    """Format a validation loss; above log C = 2.3 a training has diverged. None: all its runs stopped."""
+    return "without a finished run" if value is None else f"{value:.4f}" if value < 2.4 else "diverged"
 
 
 def size_text(widths: list[Width], arm: str) -> str:
@@ -166,7 +167,7 @@ def finding(widths: list[Width]) -> str:
         names = ", ".join(str(w.width) for w in all_three)
         return f"**{text}. At width {names} it also beats one larger network, in all three scores.**"
     some = any(scores for w in widths for other, scores in w.wins().items() if other != "λ=0")
-    more = "" if some else ", but one network with as many parameters or operations is better"
+    more = "" if some else ", but one network with as many parameters or operations has a lower one"
     cost = " λ raises the calibration error." if len(worse) == len(widths) else ""
     return f"**{text}{more}.**{cost} At no size is λ better in error, cross entropy and calibration together."
 
@@ -192,13 +193,13 @@ def main() -> None:
         lines += width.section()
     lines += [
         f"Mean ± standard deviation over {len(design['seeds'])} seeds. Operations: multiplications of a forward pass "
-        "of all members. Brackets: joint 95 % intervals of the 9 paired differences of a width (Bonferroni); bold: "
-        "without zero. Calibration error: 15 bins, top label.",
+        "of all members. Brackets: joint 95 % intervals of the 9 paired differences of a width (Bonferroni), for new "
+        "seeds; bold: without zero. Calibration error: 15 bins, top label.",
         "",
     ]
     number = sum(len({row["shift"] for row in width.entry["shifted"]}) for width in widths)
     shifted = [row for width in widths for row in width.shifted_rows(number)]
-    changed = sum(row[2].endswith("**") for row in shifted)
+    changed, entropy = (sum(row[column].endswith("**") for row in shifted) for column in (2, 3))
     if shifted:
         header = [
             "width",
@@ -211,12 +212,13 @@ def main() -> None:
         lines += [
             "## Shifted images",
             "",
-            f"λ changes the AUROC of mutual information significantly in {changed} of {number} rows.",
+            f"λ changes the AUROC of mutual information significantly in {changed} of {number} rows, that of entropy "
+            f"in {entropy}.",
             "",
             fold("All rows", measure.table(header, shifted)),
             "",
-            "Each cell: the value at λ=0 and the paired change at the chosen λ, with a joint 95 % interval for the "
-            "rows of a column (Bonferroni). AUROC: how well a score separates these images from CIFAR-10's test "
+            "Each cell: the value at λ=0 and the paired change at the chosen λ, with a joint 95 % interval for "
+            f"{number} rows (Bonferroni). AUROC: how well a score separates these images from CIFAR-10's test "
             "images. MNIST and Fashion-MNIST have 32x32 pixels and three equal channels. Noise: standard deviation "
             "25 of 255; blur: 5x5, binomial; contrast: 40 %; pixelation: 16x16. "
             + (

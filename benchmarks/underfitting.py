@@ -14,6 +14,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import measure
+
 from torchace.lab.report import read_results
 from torchace.lab.report.findings import arm_gains
 from torchace.lab.report.results import Results
@@ -53,6 +55,7 @@ def collect_runs(results: Results) -> dict[str, Any]:
     kept = {key: getattr(experiment, key) for key in ("name", "hardware", "versions", "started", "seconds", "config")}
     if file := (data := kept["config"]["data"]).get("file"):  # its name alone
         kept["config"] = {**kept["config"], "data": {**data, "file": Path(file).name}}
+    kept["commit"] = measure.commit()
     return {"data": experiment.data.name, **kept, "diversities": diversities, "seeds": seeds, "cells": cells}
 
 

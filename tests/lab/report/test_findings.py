@@ -189,6 +189,16 @@ def test_the_rule_of_one_training_is_for_classifiers_of_own_layers(
     assert expectation(results, results.arms[0]).startswith(" Expected from λ=0 alone: ") == is_given
 
 
+@pytest.mark.parametrize(("best", "measured"), [(0.3, " Measured at λ=0.7: +{} %."), (0.7, "")])
+def test_an_expected_gain_stands_beside_the_measured_one(tmp_path: Path, best: float, measured: str) -> None:
+    changes = {"validation": 5000, "classes": list("abcdefghij")}
+    results = _swept(tmp_path, lambda d: 0.2 + (d - best) ** 2 * (1 + d), lambda d: 0.04, **changes)
+    arm, text = results.arms[0], expectation(results, results.arms[0])
+    zero, there = (sum(results.values(arm, d, "cross_entropy").values()) for d in (0.0, 0.7))
+    assert " λ=0.7 should lower the cross entropy by about " in text
+    assert text.partition("training sample.")[2] == measured.format(f"{100 * (there / zero - 1):.1f}")
+
+
 def test_arms_with_data_of_their_own(tmp_path: Path) -> None:
     arms = [ArmSpec(n, n, 4, [0, 0.5], lambda d: 0.3, lambda d: 0.05, baseline=n == "b") for n in "ab"]
     directory = synthetic_sweeps.write(tmp_path / "run", Spec("x", "x", arms, image_shape=None, validation=5000))

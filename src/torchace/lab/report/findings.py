@@ -137,7 +137,13 @@ def expectation(results: Results, arm: ArmSummary) -> str:
         num_parameters=max(1, arm.parameters // arm.num_members),
         num_classes=len(data.classes) or None,
     )
-    return f" Expected from λ=0 alone: {advice.sentence}"
+    text = f" Expected from λ=0 alone: {advice.sentence}"
+    comparison, main = compare(results, arm, loss), headline(results, arm)
+    found = comparison.at(advice.diversity) if comparison and main and main.diversity != advice.diversity else None
+    if found is None:
+        return text
+    (change,) = formats.percentages([found.mean], comparable_means(results, arm, loss)[0.0])
+    return f"{text} Measured at {at(advice.diversity)}: {change} %."
 
 
 def findings(results: Results, arm: ArmSummary) -> list[Finding]:
