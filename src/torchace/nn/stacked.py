@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from torchace import _checks
@@ -40,6 +39,7 @@ from torchace.nn.stacking import (
     MemberRNG,
     StackingMode,
     decide,
+    eager_inputs,
     register_ensemble,
     run_one_by_one,
     run_stacked,
@@ -243,10 +243,12 @@ class StackedEnsemble(EnsembleModule):
         sizes = tuple(len(x) for x in tensor_leaves(args)) if own else None  # fewer than K: members share inputs
         key = (sizes, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
-            if not _checks.can_compare() or any(isinstance(x, FakeTensor) or x.is_meta for x in tensor_leaves(args)):
-                return None if self._call_by_call else Decision(False)
-            self._decisions[key] = decide(self.stacked, self.num_members, self._token, args, kwargs, own=own)
-            self._call_by_call = self._decisions[key].call_by_call
+            with eager_inputs(self.stacked, args, kwargs) as inputs:
+                if inputs is None:
+                    return None if self._call_by_call else Decision(False)
+                self._decisions[key] = decide(self.stacked, self.num_members, self._token, *inputs, own=own)
+            if not torch.compiler.is_compiling():  # a graph depends on it
+                self._call_by_call = self._decisions[key].call_by_call
         return self._decisions[key]
 
     def explain(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Decision:
