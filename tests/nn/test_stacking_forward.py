@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
 
 from tests.nn.test_stacked import assert_same_gradients, assert_same_state
+from tests.support.processes import team
 from torchace.functional import amended_cross_entropy
 from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble, adapt
 from torchace.nn import stacked as stacked_module
@@ -306,3 +310,35 @@ def test_warnings_of_compilation_and_export() -> None:
         torch.compile(StackedEnsemble([_Counting(6, 3), _Counting(6, 3)]), backend="aot_eager")(x)
     with pytest.warns(UserWarning, match="first called while it is exported, .* Call it once before"):
         torch.export.export(StackedEnsemble([_WithFunction(), _WithFunction()]), (x,))
+
+
+def shard_and_train() -> tuple[list[Tensor], list[str]]:
+    """Return the gradients of a sharded ensemble, and the errors with one sharded layer."""
+    torch.manual_seed(0)
+    stacked = StackedEnsemble([with_norm() for _ in range(K)])
+    x, mesh, errors = torch.randn(N, 6).double(), init_device_mesh("cpu", (2,)), []
+    for called in (True, False):
+        other = copy.deepcopy(stacked)
+        if called:
+            other(x)
+        fully_shard(other.stacked[0], mesh=mesh)
+        with pytest.raises(ValueError, match="FSDPLinear") as error:
+            other(x)
+        errors.append(str(error.value))
+    fully_shard(stacked, mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch: a change of logits in place would lose a hook
+        stacked(x).square().sum().backward()
+    return [parameter.grad.full_tensor() for parameter in stacked.parameters()], errors
+
+
+@pytest.mark.extended
+def test_fully_sharded_ensembles() -> None:
+    torch.manual_seed(0)
+    stacked = StackedEnsemble([with_norm() for _ in range(K)])
+    stacked(torch.randn(N, 6).double()).square().sum().backward()
+    for gradients, errors in team().run(2, shard_and_train):
+        for ours, theirs in zip(gradients, stacked.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.grad, **EXACT)
+        assert len(errors) == 2
+        assert all("sharded as one module, but got one with FSDPLinear inside. Use fully_shard" in e for e in errors)

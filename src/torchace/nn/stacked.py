@@ -228,12 +228,17 @@ class StackedEnsemble(EnsembleModule):
         return max(1, CACHED // decision.largest)
 
     def _modes(self, layers: list[nn.Module]) -> tuple[bool, ...]:
-        """Return each layer's mode; refuse backward hooks."""
-        if torch.is_grad_enabled():
-            for layer in layers:
-                if layer._backward_hooks or layer._backward_pre_hooks:
-                    name = next(name for name, module in self.stacked.named_modules() if module is layer)
-                    raise not_stackable(self.stacked, name, "its backward hooks would never be called")
+        """Return each layer's mode; refuse backward hooks and sharded layers."""
+        grad = torch.is_grad_enabled()
+        for layer in layers:
+            if grad and (layer._backward_hooks or layer._backward_pre_hooks):
+                name = next(name for name, module in self.stacked.named_modules() if module is layer)
+                raise not_stackable(self.stacked, name, "its backward hooks would never be called")
+            if type(layer).__name__.startswith("FSDP"):  # gathers its weights after the stacked forward has read them
+                raise ValueError(
+                    f"Expected an ensemble that is sharded as one module, but got one with {type(layer).__name__} "
+                    "inside. Use fully_shard(ensemble)."
+                )
         return tuple([layer.training for layer in layers])
 
     def _decision(
