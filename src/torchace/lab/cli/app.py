@@ -156,11 +156,14 @@ def run(
 
 
 @_command
-def report(directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Run directory.")]) -> None:
+def report(
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Run directory.")],
+    out: Annotated[Path | None, option("DIRECTORY", "Folder of the report. By default DIRECTORY/report.")] = None,
+) -> None:
     """Write the report of a run directory."""
     from torchace.lab.report import read_results, rich_table, summary_sentences, write_report
 
-    page = write_report(directory)
+    page = write_report(directory, out)
     results = read_results(directory)
     print_table(rich_table(results, bold=console.is_terminal))
     for sentence in summary_sentences(results):
