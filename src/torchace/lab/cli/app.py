@@ -98,7 +98,7 @@ def run(
         list[str] | None,
         option("SECTION.KEY=VALUE", "Override a setting, such as train.epochs=5; repeatable.", "--set"),
     ] = None,
-    seeds: Annotated[int | None, option("N", "Number of seeds: 0, 1, 2, ...", min=1)] = None,
+    seeds: Annotated[int | None, option("N", "Number of seeds: 0, 1, 2, ...", min=1, max=10_000)] = None,
     out: Annotated[Path | None, option("DIRECTORY", "Run directory. By default runs/NAME.")] = None,
     device: Device = "auto",
     resume: Annotated[bool, option(None, "Resume, or refuse a directory that already holds runs.")] = True,

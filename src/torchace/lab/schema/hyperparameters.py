@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -92,4 +93,6 @@ def to_python(value: Any) -> Any:
         return {key: to_python(item) for key, item in value.items()}
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, fractions.Fraction):
+        return float(value)
     return [to_python(item) for item in value] if isinstance(value, (list, tuple, range, set, Iterator)) else value
