@@ -108,8 +108,7 @@ def sweep(
         >>> result.to_frame()[["diversity", "seed"]].values.tolist()
         [[0.0, 0.0], [0.0, 1.0], [0.5, 0.0], [0.5, 1.0]]
     """
-    where = {"device": f"cuda:{device}" if isinstance(device, int) else str(device)}
-    where |= {name: settings.pop(name, None) for name in ("ray", "parallel")}
+    where = {name: settings.pop(name, None) for name in ("ray", "parallel")}
     for name, value in {"out": out, **where}.items():
         if value is not None and (not isinstance(value, str | os.PathLike) or not os.fspath(value)):
             raise TypeError(f"Expected `{name}` to be {'a path' if name == 'out' else 'text'}, but got {value!r}.")
@@ -126,7 +125,7 @@ def sweep(
     settings |= {"batches": batches, "validation": validation if is_fraction else None}
     data = (train, test) if is_fraction else (train, validation, test)
     components = _make_components(member, data, optimizer, _as_list(metrics), settings)
-    return _run(_parse(settings, components), components, _as_list(callbacks), out, **where)
+    return _run(_parse(settings, components), components, _as_list(callbacks), out, device=device, **where)
 
 
 def _make_components(
@@ -217,7 +216,7 @@ def _run(
     callbacks: list[Any],
     out: str | os.PathLike[str] | None,
     *,
-    device: str,
+    device: str | int | torch.device,
     ray: str | None,
     parallel: str | None,
 ) -> SweepResult:
