@@ -51,6 +51,17 @@ def test_import_is_light():
     assert run(code) == "[]"
 
 
+def test_a_sweep_does_not_import_torchmetrics():
+    """It would import transformers, torchvision and matplotlib, which takes seconds."""
+    code = (
+        "import sys, torch, torchace\n"
+        "data = torch.randn(20, 4), torch.arange(20) % 2\n"
+        "torchace.sweep(lambda: torch.nn.Linear(4, 2), data, data, diversities=[0.0], seeds=1, epochs=1)\n"
+        "print('torchmetrics' in sys.modules)"
+    )
+    assert run(code) == "False"
+
+
 WITHOUT_EXTRAS = f"""
 import pydoc, rlcompleter, sys
 for name in {EXTRAS!r}:

@@ -171,7 +171,9 @@ def test_saved_models_predict_the_same_bits(kind: type, tmp_path: Path) -> None:
 @pytest.mark.parametrize("hidden", [np.int64(8), np.array([8, 4]), (np.int32(8), 4)])
 def test_whole_numbers_of_numpy(hidden: Any, tmp_path: Path) -> None:
     tried = {"num_members": np.arange(2, 4), "epochs": np.array([2]), "batch_size": np.array([32])}
-    best = GridSearchCV(small(hidden=hidden), tried, cv=2).fit(IRIS_X, IRIS_Y).best_estimator_
+    best = (
+        GridSearchCV(small(hidden=hidden, device=torch.device("cpu")), tried, cv=2).fit(IRIS_X, IRIS_Y).best_estimator_
+    )
     assert best.ensemble_.num_members in (2, 3)
     best.save(tmp_path / "model")
     again = ACEClassifier.load(tmp_path / "model")
@@ -382,7 +384,8 @@ def test_the_schedule_is_the_one_asked_for(schedule: str | None, stops: bool, la
     [
         ({"num_members": 0}, "num_members"),
         ({"num_members": 2.5}, "num_members"),
-        ({"hidden": (0,)}, "hidden"),
+        ({"hidden": (0,)}, r"Expected `hidden\[0\]` to be at least 1"),
+        ({"hidden": 8.0}, "`hidden`: expected a whole number or a list of them, but got 8.0"),
         ({"diversity": 1.4}, "diversity"),
         ({"diversity": "much"}, "diversity"),
         ({"epochs": 0}, "epochs"),

@@ -20,6 +20,7 @@ try:
     from torchace.lab.estimator import Estimator
     from torchace.lab.estimator.inputs import check_labels, read_inputs_and_targets
     from torchace.lab.estimator.intervals import cv_plus_interval
+    from torchace.lab.schema.hyperparameters import to_python
     from torchace.lab.tables.model import UNCERTAINTIES, log_probs
 except ModuleNotFoundError as error:
     raise missing_extra("The estimators need scikit-learn") from error
@@ -237,8 +238,9 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             True
         """
         check_is_fitted(self)
-        if not isinstance(coverage, float | np.floating) or not 0 < coverage < 1:
-            raise ValueError(f"Expected `coverage` between 0 and 1, but got {coverage}. Use 0.9 for 90 %.")
+        coverage = to_python(coverage)
+        if not isinstance(coverage, float) or not 0 < coverage < 1:
+            raise ValueError(f"Expected `coverage` between 0 and 1, but got {coverage!r}. Use 0.9 for 90 %.")
         if self._residuals is None:
             raise ValueError(
                 "Expected left-out samples for an interval, but training used all of them. Train with "

@@ -165,8 +165,10 @@ def test_a_forward_that_first_depends_on_data_at_a_later_call_or_under_a_transfo
     )
     with pytest.raises(ValueError, match=match):
         stacked(x, flag=True)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(RuntimeError, match="data-dependent control flow"):  # as a member alone
         torch.func.vmap(lambda x: StackedEnsemble(members)(x, flag=True))(torch.randn(2, 5, 4))
+    with pytest.raises(RuntimeError, match=match):
+        torch.compile(StackedEnsemble(members), backend="aot_eager")(x, flag=True)
 
 
 class _Noisy(nn.Module):

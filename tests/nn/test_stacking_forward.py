@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
 
 from tests.nn.test_stacked import assert_same_gradients, assert_same_state
+from tests.support.processes import team
 from torchace.functional import amended_cross_entropy
 from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble, adapt
 from torchace.nn import stacked as stacked_module
@@ -232,3 +236,109 @@ def test_threads_that_train_ensembles_with_checkpointing() -> None:
     plain = Member()
     plain.reentrant = True  # refused in ensembles alone
     plain(torch.randn(N, 6, requires_grad=True)).sum().backward()
+
+
+class _Centered(torch.autograd.Function):
+    """A function whose backward PyTorch does not show to a mode: of several members at once, it is another."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(0)
+
+
+class _WithFunction(nn.Module):
+    """Reads a weight without a call of its layer, and applies a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.linear(x, self.body.weight, self.body.bias)
+        return self.head(_Centered.apply(self.norm(h)))  # type: ignore[no-untyped-call]
+
+
+FIRST_CALLS: dict[str, Callable[[nn.Module, dict[str, Tensor], Tensor], Tensor]] = {
+    "compile": lambda ensemble, _, x: torch.compile(ensemble, backend="aot_eager", fullgraph=True)(x),
+    "dynamic": lambda ensemble, _, x: torch.compile(ensemble, backend="aot_eager", dynamic=True)(x),
+    "func": lambda ensemble, state, x: torch.func.functional_call(ensemble, state, (x,)),
+}
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_a_first_call_that_is_transformed_equals_an_eager_one(name: str, adapted: bool) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    members = [_WithFunction().double() for _ in range(K)]
+    eager = adapt(members[0], K) if adapted else StackedEnsemble(members)
+    first = copy.deepcopy(eager)
+    x = torch.randn(N, 6).double()
+    eager(x).square().sum().backward()
+    assert not eager.explain().call_by_call
+    state = dict(first.named_parameters())
+    if name == "func":
+        gradients = torch.func.grad(lambda state: FIRST_CALLS[name](first, state, x).square().sum())(state)
+    else:
+        FIRST_CALLS[name](first, state, x).square().sum().backward()
+        gradients = {key: parameter.grad for key, parameter in state.items()}
+    for key, parameter in eager.named_parameters():
+        torch.testing.assert_close(gradients[key], parameter.grad, **EXACT)
+
+
+class _Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+def test_warnings_of_compilation_and_export() -> None:
+    x = torch.randn(N, 6)
+    with pytest.warns(UserWarning, match="changes 'calls', but a compiled graph"):
+        torch.compile(StackedEnsemble([_Counting(6, 3), _Counting(6, 3)]), backend="aot_eager")(x)
+    with pytest.warns(UserWarning, match="first called while it is exported, .* Call it once before"):
+        torch.export.export(StackedEnsemble([_WithFunction(), _WithFunction()]), (x,))
+
+
+def shard_and_train() -> tuple[list[Tensor], list[str]]:
+    """Return the gradients of a sharded ensemble, and the errors with one sharded layer."""
+    torch.manual_seed(0)
+    stacked = StackedEnsemble([with_norm() for _ in range(K)])
+    x, mesh, errors = torch.randn(N, 6).double(), init_device_mesh("cpu", (2,)), []
+    for called in (True, False):
+        other = copy.deepcopy(stacked)
+        if called:
+            other(x)
+        fully_shard(other.stacked[0], mesh=mesh)
+        with pytest.raises(ValueError, match="FSDPLinear") as error:
+            other(x)
+        errors.append(str(error.value))
+    fully_shard(stacked, mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch: a change of logits in place would lose a hook
+        stacked(x).square().sum().backward()
+    return [parameter.grad.full_tensor() for parameter in stacked.parameters()], errors
+
+
+@pytest.mark.extended
+def test_fully_sharded_ensembles() -> None:
+    torch.manual_seed(0)
+    stacked = StackedEnsemble([with_norm() for _ in range(K)])
+    stacked(torch.randn(N, 6).double()).square().sum().backward()
+    for gradients, errors in team().run(2, shard_and_train):
+        for ours, theirs in zip(gradients, stacked.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.grad, **EXACT)
+        assert len(errors) == 2
+        assert all("sharded as one module, but got one with FSDPLinear inside. Use fully_shard" in e for e in errors)

@@ -7,25 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from torchace import _checks
 from torchace._figures import LIGHT, draw_on, set_member_axis
-from torchace.functional import ambiguity, disagreement, ensemble_log_probs, ensemble_probs, mutual_information
-from torchace.functional.scores import CalibrationBins, bins_error, brier_scores, calibration_bins
+from torchace.functional import ensemble_probs
+from torchace.functional.sums import (
+    MEMBER_SCORES,
+    SCORES,
+    NoSamplesError,
+    ScoreSums,
+    mean_scores,
+    score_sums,
+    scores_from_sums,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-class NoSamplesError(ValueError):
-    """Scores were requested, but no sample counts."""
-
-    def __init__(self) -> None:
-        super().__init__("Expected at least one sample before compute(), but none was added.")
 
 
 class MemberMetric(Metric):
@@ -51,12 +51,7 @@ class MemberMetric(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         """Return the scores of all samples, float32 scalars and `members` `(K,)`."""
-        if self.samples == 0:
-            raise NoSamplesError
-        members = self.member_sums / self.samples
-        scores = dict(zip(self.scores, self.sums / self.samples, strict=True))
-        scores |= {f"member_{name}": mean for name, mean in zip(self.member_scores, members.mean(1), strict=True)}
-        return {name: score.float() for name, score in {**scores, "members": members[0]}.items()}
+        return mean_scores(self.samples, self.scores, self.sums, self.member_scores, self.member_sums)
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Keep the axis of `members` for K = 1, which torchmetrics would squeeze."""
@@ -97,10 +92,7 @@ class EnsembleMetrics(MemberMetric):
         (tensor(1.), tensor([1., 0.]), tensor(1.))
     """
 
-    scores = ("accuracy", "cross_entropy", "brier", "disagreement", "mutual_information", "ambiguity")
-    member_scores = ("accuracy", "cross_entropy", "brier")
-    bins: Tensor  # of the ensemble, then of each member
-    nonfinite: Tensor
+    scores, member_scores = SCORES, MEMBER_SCORES
 
     def __init__(
         self, num_members: int, num_classes: int, *, num_bins: int = 15, ignore_index: int = -100, **kwargs: Any
@@ -129,50 +121,15 @@ class EnsembleMetrics(MemberMetric):
                 f"Expected `logits` of {self.num_members} members and {self.num_classes} classes, "
                 f"but got shape {tuple(logits.shape)}."
             )
-        _checks.check_class_indices(target, logits, ignore_index=self.ignore_index)
-        # dense outputs as rows, (K, M, C) and (M,); ignored samples are zeros
-        target = target.reshape(-1).long()
-        valid = target != self.ignore_index
-        target = target.masked_fill(~valid, 0)
-        logits = logits.movedim(2, -1).reshape(self.num_members, -1, self.num_classes)
-        logits = torch.where(valid[:, None], logits, 0)
-        _checks.check_finite(logits)
-        self.nonfinite += (~torch.isfinite(logits)).flatten(1).any(1)
-
-        log_q = F.log_softmax(logits, 2, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
-        q = log_q.exp()
-        log_mixture = ensemble_log_probs(logits, member_weights=member_weights)
-        mixture = log_mixture.exp()
-        scores = [
-            log_mixture.argmax(1) == target,
-            F.nll_loss(log_mixture, target, reduction="none"),
-            brier_scores(mixture, target),
-            disagreement(logits, reduction="none"),
-            mutual_information(logits, member_weights=member_weights, reduction="none"),
-            ambiguity(logits, target, member_weights=member_weights, reduction="none"),
-        ]
-        members = [
-            logits.argmax(2) == target,
-            -log_q.gather(2, target.expand(self.num_members, -1)[..., None]).squeeze(2),
-            torch.stack([brier_scores(member, target) for member in q]),
-        ]
-        bins = [torch.stack(calibration_bins(p, target, self.num_bins, counted=valid)) for p in (mixture, *q)]
-        self.samples += valid.sum()
-        self.sums += torch.stack([(score * valid).sum(dtype=torch.float64) for score in scores])
-        self.member_sums += torch.stack([(score * valid).sum(1, dtype=torch.float64) for score in members])
-        self.bins += torch.stack(bins)
+        sums = score_sums(
+            logits, target, num_bins=self.num_bins, ignore_index=self.ignore_index, member_weights=member_weights
+        )
+        for name, value in sums._asdict().items():
+            getattr(self, name).add_(value)
 
     def compute(self) -> dict[str, Tensor]:
         """Return the scores of all samples, float32 scalars and `members` `(K,)`."""
-        bad = self.nonfinite.nonzero().flatten().tolist()
-        if bad:
-            raise ValueError(_checks.nonfinite_message(bad))
-        ensemble, *members = (bins_error(CalibrationBins(*bins)).float() for bins in self.bins)
-        return {
-            **super().compute(),
-            "calibration_error": ensemble,
-            "member_calibration_error": torch.stack(members).mean(),
-        }
+        return scores_from_sums(ScoreSums(*(getattr(self, name) for name in ScoreSums._fields)))
 
     def plot(
         self,

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from torchace import _checks
@@ -40,6 +39,7 @@ from torchace.nn.stacking import (
     MemberRNG,
     StackingMode,
     decide,
+    eager_inputs,
     register_ensemble,
     run_one_by_one,
     run_stacked,
@@ -228,12 +228,17 @@ class StackedEnsemble(EnsembleModule):
         return max(1, CACHED // decision.largest)
 
     def _modes(self, layers: list[nn.Module]) -> tuple[bool, ...]:
-        """Return each layer's mode; refuse backward hooks."""
-        if torch.is_grad_enabled():
-            for layer in layers:
-                if layer._backward_hooks or layer._backward_pre_hooks:
-                    name = next(name for name, module in self.stacked.named_modules() if module is layer)
-                    raise not_stackable(self.stacked, name, "its backward hooks would never be called")
+        """Return each layer's mode; refuse backward hooks and sharded layers."""
+        grad = torch.is_grad_enabled()
+        for layer in layers:
+            if grad and (layer._backward_hooks or layer._backward_pre_hooks):
+                name = next(name for name, module in self.stacked.named_modules() if module is layer)
+                raise not_stackable(self.stacked, name, "its backward hooks would never be called")
+            if type(layer).__name__.startswith("FSDP"):  # gathers its weights after the stacked forward has read them
+                raise ValueError(
+                    f"Expected an ensemble that is sharded as one module, but got one with {type(layer).__name__} "
+                    "inside. Use fully_shard(ensemble)."
+                )
         return tuple([layer.training for layer in layers])
 
     def _decision(
@@ -243,10 +248,12 @@ class StackedEnsemble(EnsembleModule):
         sizes = tuple(len(x) for x in tensor_leaves(args)) if own else None  # fewer than K: members share inputs
         key = (sizes, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
-            if not _checks.can_compare() or any(isinstance(x, FakeTensor) or x.is_meta for x in tensor_leaves(args)):
-                return None if self._call_by_call else Decision(False)
-            self._decisions[key] = decide(self.stacked, self.num_members, self._token, args, kwargs, own=own)
-            self._call_by_call = self._decisions[key].call_by_call
+            with eager_inputs(self.stacked, args, kwargs) as inputs:
+                if inputs is None:
+                    return None if self._call_by_call else Decision(False)
+                self._decisions[key] = decide(self.stacked, self.num_members, self._token, *inputs, own=own)
+            if not torch.compiler.is_compiling():  # a graph depends on it
+                self._call_by_call = self._decisions[key].call_by_call
         return self._decisions[key]
 
     def explain(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Decision:

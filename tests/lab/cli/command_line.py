@@ -42,7 +42,7 @@ class Invoke:
         return Outcome(code or 0, captured.out, captured.err)
 
 
-def fake_report(directory: Path) -> Path:
+def fake_report(directory: Path, out: Path | None = None) -> Path:
     """A page in no time, where a test is about something else."""
     page = Path(directory) / "report" / "index.html"
     page.parent.mkdir(exist_ok=True)

@@ -92,6 +92,8 @@ def test_a_sweep_is_run_and_reported(invoke: Invoke, small: Path) -> None:
     assert again.code == 0
     assert page.exists()
     assert again.out.splitlines() == outcome.out.splitlines()[1:]
+    assert invoke("report", directory, "--out", "page").out.splitlines()[-1] == "Report: page/index.html"
+    assert Path("page/index.html").read_bytes() == page.read_bytes()
 
 
 @pytest.mark.usefixtures("no_report")
@@ -160,7 +162,7 @@ def test_interrupted_in_this_process(invoke: Invoke, small: Path, monkeypatch: p
 
 
 def test_interrupted_while_the_report_is_drawn(invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def drawing(directory: Path) -> Path:
+    def drawing(directory: Path, out: Path | None) -> Path:
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("went on")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from torchace.lab.estimator import intervals
 from torchace.lab.estimator.intervals import cv_plus_interval, residuals_by_fold
@@ -128,8 +129,10 @@ def test_missing_packages_are_named(regressor: NCLRegressor) -> None:
     X, y = _noisy(40, 0)
     with pytest.raises(ValueError, match="between 0 and 1"):
         regressor.predict_interval(X, 90)
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError, match=r"between 0 and 1, but got '0\.9'"):
         regressor.predict_interval(X, "0.9")  # type: ignore[arg-type]
+    tensor: Any = torch.tensor(0.9, dtype=torch.float64)
+    np.testing.assert_array_equal(regressor.predict_interval(X, tensor), regressor.predict_interval(X, 0.9))
     all_used = NCLRegressor(num_members=2, hidden=(4,), epochs=2, early_stopping=False, random_state=0).fit(X, y)
     with pytest.raises(ValueError, match="early_stopping='folds'"):
         all_used.predict_interval(X)

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,8 @@ def test_settings_may_be_numbers_of_numpy_and_torch() -> None:
         TEST,
         **SMALL
         | {"seeds": np.int64(1), "diversities": torch.tensor(0.5), "device": torch.device("cpu"), "kind": "branch"},
+        learning_rate=Fraction(1, 100),
+        validation=torch.tensor(0.25),
         metrics=largest,
     )
     assert repr(result) == "Sweep of 1 λ and 1 seed, 1 run"
@@ -476,7 +479,18 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "twice": (CNN, {"learning_rate": [0.1, 0.1]}, "^learning_rate: expected every value once, but got 0.1 twice"),
     "kind": (CNN, {"kind": "boosted"}, "Expected kind to be 'separate', 'smoc', 'branch' or 'adapters'"),
     "branch": (CNN, {"kind": "branch"}, "needs `at`"),
-    "seeds": (CNN, {"seeds": 0}, "Expected at least 1 seed, but got seeds=0"),
+    "seeds": (CNN, {"seeds": 0}, "Expected 1 to 10000 seeds, but got seeds=0"),
+    "many seeds": (CNN, {"seeds": 2**70}, "Expected 1 to 10000 seeds, but got seeds=1180591620717411303424"),
+    "half seeds": (CNN, {"seeds": 2.0}, r"Expected seeds to be a whole number or a list, but got 2\.0"),
+    "seed flag": (CNN, {"seeds": True}, "Expected seeds to be a whole number or a list, but got True"),
+    "auto": (CNN, {"diversities": "auto"}, "Expected diversities to be a number or a list, but got 'auto'"),
+    "text": (CNN, {"arguments": ["a"]}, r"Expected arguments to be a dict, but got \['a'\]"),
+    "out": (CNN, {"out": ""}, "Expected `out` to be a path, but got ''"),
+    "ray": (CNN, {"ray": 3}, "Expected `ray` to be text, but got 3"),
+    "device": (CNN, {"device": 99}, "Cannot use the device 'cuda:99'"),
+    "lr": (CNN, {"lr": 0.1}, "unexpected keyword argument 'lr'. Did you mean 'learning_rate'"),
+    "target": (CNN, {"target": "y"}, r"a DataFrame or a Dataset for `target`, .* but got \(X, y\)"),
+    "no optimizer": (CNN, {"optimizer": 3}, "got an object of type int. Use 'adam'"),
     "separate": (CNN, {"batches": "separate"}, "^λ > 0 needs members that see each other's predictions"),
     "callback": (
         CNN,
@@ -486,7 +500,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "layer": (CNN, {"kind": "branch", "at": "heads"}, "Expected `at` to name a layer of the model, but got 'heads'"),
     "own batches": (CNN, {"kind": "smoc", "batches": "exchanged"}, "expected 'shared' for members .*share layers"),
     "patience": (CNN, {"patience": 3}, "`patience` needs validation data"),
-    "metrics": (CNN, {"metrics": {"loss": len}}, "Expected `metrics` to be a list of functions, but got str in it"),
+    "metrics": (CNN, {"metrics": {"loss": len}}, "Expected `metrics` to be a list of functions, but got 'loss' in it"),
     "object": (CNN, {"arguments": {"width": nn.Identity()}}, "Expected `arguments` and .*functools.partial"),
     "optimizer": (CNN, {"optimizer": torch.optim.SGD([torch.ones(1)], lr=1)}, "got an object of type SGD"),
     "rates": (CNN, {"optimizer_arguments": {"lr": 0.2}}, "`optimizer_arguments` has `lr`; give it as `learning_rate`"),
@@ -495,7 +509,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"weight_decay": 0.1, "optimizer_arguments": {"weight_decay": 0.5}},
         "`optimizer_arguments` has `weight_decay` too; give it once",
     ),
-    "no λ": (CNN, {"diversities": None}, "Expected diversities to be a list, but got None"),
+    "no λ": (CNN, {"diversities": None}, "Expected diversities to be a number or a list, but got None"),
     "at": (CNN, {"at": "head"}, "`at` needs kind='branch', but got kind='separate'"),
     "parallel": (CNN, {"parallel": "members"}, r"parallel='members' needs several processes: torchrun"),
     "limit": (CNN, {"limit": 999}, "^limit: expected at most 160"),

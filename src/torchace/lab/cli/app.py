@@ -98,7 +98,7 @@ def run(
         list[str] | None,
         option("SECTION.KEY=VALUE", "Override a setting, such as train.epochs=5; repeatable.", "--set"),
     ] = None,
-    seeds: Annotated[int | None, option("N", "Number of seeds: 0, 1, 2, ...", min=1)] = None,
+    seeds: Annotated[int | None, option("N", "Number of seeds: 0, 1, 2, ...", min=1, max=10_000)] = None,
     out: Annotated[Path | None, option("DIRECTORY", "Run directory. By default runs/NAME.")] = None,
     device: Device = "auto",
     resume: Annotated[bool, option(None, "Resume, or refuse a directory that already holds runs.")] = True,
@@ -156,11 +156,14 @@ def run(
 
 
 @_command
-def report(directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Run directory.")]) -> None:
+def report(
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Run directory.")],
+    out: Annotated[Path | None, option("DIRECTORY", "Folder of the report. By default DIRECTORY/report.")] = None,
+) -> None:
     """Write the report of a run directory."""
     from torchace.lab.report import read_results, rich_table, summary_sentences, write_report
 
-    page = write_report(directory)
+    page = write_report(directory, out)
     results = read_results(directory)
     print_table(rich_table(results, bold=console.is_terminal))
     for sentence in summary_sentences(results):

@@ -197,7 +197,9 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
         for name, content in files.items():
             write_atomic(folder / name, content)
     except OSError as error:
-        raise ResultFileError(f"Could not write the report to {folder}: {error.strerror or error}.") from error
+        raise ResultFileError(
+            f"Could not write the report to {folder}: {error.strerror or error}. Choose another folder."
+        ) from error
     return folder / "index.html"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fractions
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -57,6 +59,13 @@ class Hyperparameters(BaseModel):
     precision: Literal["float32", "float64"] = Field(default="float64", description="float32 is faster on a GPU.")
     device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: cuda if available.")
 
+    @field_validator("hidden", mode="before")
+    @classmethod
+    def _check_hidden(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"expected a whole number or a list of them, but got {value!r}.")
+        return value
+
     @field_validator("diversity", mode="plain")
     @classmethod
     def _check_diversity(cls, value: Any) -> float | str:
@@ -83,13 +92,21 @@ def check_hyperparameters(name: Callable[[str], str], **values: Any) -> Hyperpar
     try:
         return Hyperparameters(**values)
     except ValidationError as error:
-        raise ValueError(capitalize(describe_error(error, Hyperparameters, name=name))) from None
+
+        def format_key(key: str) -> str:  # such as `hidden.0`
+            return name(re.sub(r"\.(\d+)", r"[\1]", key))
+
+        raise ValueError(capitalize(describe_error(error, Hyperparameters, name=format_key))) from None
 
 
 def to_python(value: Any) -> Any:
-    """Convert tuples, arrays and numbers of NumPy and torch to lists and numbers of Python."""
+    """Convert tuples, arrays and numbers of NumPy and torch to lists and numbers of Python; devices to their names."""
     if isinstance(value, Mapping):
         return {key: to_python(item) for key, item in value.items()}
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, fractions.Fraction):
+        return float(value)
+    if type(value).__name__ == "device":  # of torch, which reports must not import
+        return str(value)
     return [to_python(item) for item in value] if isinstance(value, (list, tuple, range, set, Iterator)) else value

@@ -32,6 +32,7 @@ from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.distributed import is_launched
 from torchace.lab.training.loop import Interrupted
 
+MAX_SEEDS = 10_000  # as a number; a longer list is possible
 _SECTIONS: dict[str, type[Section]] = {
     "sweep": SweepSection,
     "train": TrainSection,
@@ -63,7 +64,7 @@ def sweep(
     validation: Any = 0.0,
     metrics: Any = None,
     callbacks: Any = (),
-    device: str | torch.device = "auto",
+    device: str | int | torch.device = "auto",
     out: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> SweepResult:
@@ -91,7 +92,7 @@ def sweep(
         validation: Validation data, or a fraction of the training samples; for `best()` and early stopping.
         metrics: Further metrics: functions of logits `(K, N, C)` and target, or torchmetrics metrics.
         callbacks: Callbacks, and trackers by name: `"csv"`, `"tensorboard"`, `"mlflow"` or `"wandb"`.
-        device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`.
+        device: `"cpu"`, `"cuda"`, `"cuda:N"` or its number, or `"auto"`.
         out: Run directory, from which a later call resumes. By default a temporary one, removed with the result.
         **settings: `arguments` of `member`; `at`, `rank`, `adapter`, `layers`, `freeze`, `head` of the kind; `target`
             (column or key), `num_classes`, `transform`, `limit` and `stream` of the data; `weight_decay`, `schedule`,
@@ -107,7 +108,10 @@ def sweep(
         >>> result.to_frame()[["diversity", "seed"]].values.tolist()
         [[0.0, 0.0], [0.0, 1.0], [0.5, 0.0], [0.5, 1.0]]
     """
-    where = {"device": str(device), "ray": settings.pop("ray", None), "parallel": settings.pop("parallel", None)}
+    where = {name: settings.pop(name, None) for name in ("ray", "parallel")}
+    for name, value in {"out": out, **where}.items():
+        if value is not None and (not isinstance(value, str | os.PathLike) or not os.fspath(value)):
+            raise TypeError(f"Expected `{name}` to be {'a path' if name == 'out' else 'text'}, but got {value!r}.")
     settings |= {
         "num_members": num_members,
         "diversities": diversities,
@@ -116,11 +120,12 @@ def sweep(
         "steps": steps,
     }
     settings |= {"batch_size": batch_size, "learning_rate": learning_rate, "kind": kind, "task": task}
+    validation = to_python(validation) if getattr(validation, "ndim", None) == 0 else validation
     is_fraction = validation is None or isinstance(validation, Real)
     settings |= {"batches": batches, "validation": validation if is_fraction else None}
     data = (train, test) if is_fraction else (train, validation, test)
     components = _make_components(member, data, optimizer, _as_list(metrics), settings)
-    return _run(_parse(settings, components), components, _as_list(callbacks), out, **where)
+    return _run(_parse(settings, components), components, _as_list(callbacks), out, device=device, **where)
 
 
 def _make_components(
@@ -135,18 +140,26 @@ def _make_components(
             "lambda: ..., so that every member starts with its own weights."
         )
     check_arguments(member, settings.get("arguments") or {}, "arguments")
+    if settings.get("target") is not None and all(isinstance(part, tuple) for part in data):
+        raise ConfigError(
+            "Expected a DataFrame or a Dataset for `target`, its column or key, but got (X, y). Leave `target` out."
+        )
     transform = settings.get("transform")
     metrics = [import_object(m, "metrics") if isinstance(m, str) and ":" in m else m for m in metrics]
     for metric in metrics:
         if not callable(metric):
-            raise TypeError(f"Expected `metrics` to be a list of functions, but got {type(metric).__name__} in it.")
+            raise TypeError(
+                f"Expected `metrics` to be a list of functions, but got {metric!r} in it. Use functions of logits "
+                "(K, N, C) and target, or names such as 'package.module:function'."
+            )
     if isinstance(optimizer, str) and ":" in optimizer:
         optimizer = import_object(optimizer, "optimizer")
     if not isinstance(optimizer, str) and not callable(optimizer):
         kind = type(optimizer).__name__
+        use = f"{kind} with optimizer_arguments" if isinstance(optimizer, torch.optim.Optimizer) else "'adam'"
         raise TypeError(
             f"Expected `optimizer` to be a class, a function of the parameters or a name, but got an object of type "
-            f"{kind}. Use {kind} with optimizer_arguments."
+            f"{kind}. Use {use}."
         )
     settings["optimizer"] = optimizer if isinstance(optimizer, str) else object_name(optimizer)
     settings["metrics"] = [object_name(metric) for metric in metrics]
@@ -160,7 +173,7 @@ def _parse(settings: dict[str, Any], components: Components) -> Experiment:
     content = {"name": "sweep", **content, **{section: {} for section in _SECTIONS}}
     for key, value in settings.items():
         if key not in _SETTINGS:
-            hint = did_you_mean(key, [*_SETTINGS, *(sweep.__kwdefaults__ or ())])
+            hint = did_you_mean({"lr": "learning_rate"}.get(key, key), [*_SETTINGS, *(sweep.__kwdefaults__ or ())])
             raise TypeError(f"sweep() got an unexpected keyword argument {key!r}.{hint}")
         if value is not None or key in ("batch_size", "diversities", "learning_rate", "seeds"):  # these need a value
             content[_SETTINGS[key]][key] = to_python(value)
@@ -169,11 +182,16 @@ def _parse(settings: dict[str, Any], components: Components) -> Experiment:
     for name, kinds in {"at": ("branch",), "adapter": ("adapters",), "head": ("smoc", "adapters")}.items():
         if name in content["model"] and kind not in kinds:
             raise ConfigError(f"`{name}` needs kind={' or '.join(map(repr, kinds))}, but got kind={kind!r}.")
+    for name, one in {"diversities": float, "seeds": int}.items():
+        value = runs[name]
+        if isinstance(value, bool) or not isinstance(value, list | int | one):
+            what = "a whole number" if one is int else "a number"
+            raise ConfigError(f"Expected {name} to be {what} or a list, but got {value!r}.")
     if isinstance(runs["diversities"], int | float):
         runs["diversities"] = [runs["diversities"]]
     if isinstance(runs["seeds"], int):
-        if runs["seeds"] < 1:
-            raise ConfigError(f"Expected at least 1 seed, but got seeds={runs['seeds']}.")
+        if not 1 <= runs["seeds"] <= MAX_SEEDS:
+            raise ConfigError(f"Expected 1 to {MAX_SEEDS} seeds, but got seeds={runs['seeds']}.")
         runs["seeds"] = list(range(runs["seeds"]))
     try:
         experiment = Experiment.model_validate(content)
@@ -198,7 +216,7 @@ def _run(
     callbacks: list[Any],
     out: str | os.PathLike[str] | None,
     *,
-    device: str,
+    device: str | int | torch.device,
     ray: str | None,
     parallel: str | None,
 ) -> SweepResult:

@@ -212,6 +212,8 @@ def check_arguments(function: Callable[..., Any] | None, arguments: Mapping[str,
         signature = inspect.signature(function)  # type: ignore[arg-type]
     except (TypeError, ValueError):  # None, or a built-in function without a signature
         return
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"Expected {key} to be a dict, but got {arguments!r}.")
     try:
         signature.bind(**arguments)
     except TypeError as error:

@@ -91,7 +91,7 @@ class Executor:
 
 @contextmanager
 def make_executor(
-    experiment: Experiment, device: str, *, ray: str | None, parallel: str | None, rank: int | None
+    experiment: Experiment, device: str | int | torch.device, *, ray: str | None, parallel: str | None, rank: int | None
 ) -> Iterator[Executor]:
     """Yield the executor of a sweep: this process, all ranks of torchrun (`rank` of them), or a Ray cluster.
 
@@ -102,7 +102,7 @@ def make_executor(
             raise ValueError("Expected torchrun or --ray, but got both: Ray starts its own processes.")
         from torchace.lab.sweeps.ray import connect_ray
 
-        with connect_ray(ray, device) as executor:
+        with connect_ray(ray, str(device)) as executor:
             yield executor
     elif rank is None:
         yield Executor(resolve_device(device))

@@ -176,8 +176,9 @@ def label_smoothing(configs: Sequence[TrainConfig], device: torch.device) -> Ten
     return None if len(set(values)) <= 1 else torch.tensor(values, dtype=configs[0].dtype, device=device)
 
 
-def resolve_device(name: str) -> str:
-    """Check a device (cpu, cuda, cuda:N); `auto` is cuda if available."""
+def resolve_device(device: str | int | torch.device) -> str:
+    """Return the name of a device (cpu, cuda, cuda:N or N); `auto` is cuda if available."""
+    name = f"cuda:{device}" if isinstance(device, int) else str(device)
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs, mutual_information
+from torchace.functional.sums import ScoreSums, score_sums, scores_from_sums
 from torchace.lab.data.rng import preserve_generators
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.run_group import CHUNK_BYTES, RunGroup, chunk_rows
@@ -146,9 +147,7 @@ def evaluate(
         return evaluate_regression(
             predictions.squeeze(2) if target.ndim < predictions.ndim - 1 else predictions, target
         )
-    from torchace.metrics import EnsembleMetrics  # torchmetrics takes seconds to import
-
-    metrics: EnsembleMetrics | None = None
+    sums: ScoreSums | None = None
     label_counts: Any = 0  # (3, L): true positives, predicted and actual positives
     losses: list[Tensor] = []  # of each sample, float32: enough for an interval over samples
     errors: list[Tensor] = []
@@ -164,9 +163,8 @@ def evaluate(
             label_counts = label_counts + torch.stack([predicted & actual, predicted, actual]).sum(1)
             z = torch.stack([torch.zeros_like(z), z], -1).flatten(1, 2)  # softmax over (0, z) is sigmoid(z)
             y = actual.long().flatten()
-        if metrics is None:  # no sync: this rank has all samples, others may have none
-            metrics = EnsembleMetrics(len(z), z.shape[2], sync_on_compute=False).to(z.device)
-        metrics.update(z, y)
+        batch = score_sums(z, y)
+        sums = batch if sums is None else ScoreSums(*map(torch.add, sums, batch))
         probs, votes = ensemble_probs(z), z.argmax(2)
         # labels of one sample are not independent: their mean counts
         losses.append(F.nll_loss(ensemble_log_probs(z), y, reduction="none").view(count, -1).mean(1).float())
@@ -174,12 +172,12 @@ def evaluate(
         if task == "classification":  # mutual information breaks ties
             degree = disagreement(z, reduction="none") + 1e-3 * mutual_information(z, reduction="none")
             contested.append(_most_contested([degree, index, y, votes.T, probs]))
-    if metrics is None:
+    if sums is None:
         raise ValueError("Expected at least one sample to score, but got none.")
-    scores: dict[str, float | list[float]] = {name: value.tolist() for name, value in metrics.compute().items()}
+    scores: dict[str, float | list[float]] = {name: value.tolist() for name, value in scores_from_sums(sums).items()}
     sample_error = torch.cat(errors)
     arrays = dict(
-        zip(("reliability_count", "reliability_confidence", "reliability_correct"), metrics.bins[0], strict=True)
+        zip(("reliability_count", "reliability_confidence", "reliability_correct"), sums.bins[0], strict=True)
     )
     arrays["sample_cross_entropy"] = torch.cat(losses)
     if task == "multilabel":

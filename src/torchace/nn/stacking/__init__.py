@@ -2,15 +2,17 @@
 
 from torchace.nn.stacking import layer_rules as layer_rules
 from torchace.nn.stacking import random_rules as random_rules  # these register their rules
-from torchace.nn.stacking.decision import Decision, decide
+from torchace.nn.stacking.decision import Decision, decide, eager_inputs
 from torchace.nn.stacking.forward import register_ensemble, run_one_by_one, run_stacked, run_stacked_in_graph
-from torchace.nn.stacking.mode import MemberRNG, StackingMode
+from torchace.nn.stacking.mode import MemberRNG, StackingError, StackingMode
 
 __all__ = [
     "Decision",
     "MemberRNG",
+    "StackingError",
     "StackingMode",
     "decide",
+    "eager_inputs",
     "register_ensemble",
     "run_one_by_one",
     "run_stacked",

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchace import _checks
 from torchace.nn.architecture import check_no_own_attributes
-from torchace.nn.stacked_state import all_shared_names, group_size, take_members
+from torchace.nn.stacked_state import all_shared_names, group_size, named_tensors, replace_tensors, take_members
 from torchace.nn.stacking.forward import handle_checkpointing, open_output, run_stacked, track_layers
 from torchace.nn.stacking.mode import FIRST, RANDOM, RULES, ConstantRNG, Node, Stacked, StackingMode
 from torchace.nn.stacking.random_rules import BODIES
 
 HEADER = Node("layer", "function", "computed")
+UNCHECKED = (
+    "A StackedEnsemble was first called while it is exported, traced or captured, where its outputs cannot be compared "
+    "with those of single members. Call it once before."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,6 +83,56 @@ def decide(
         except Exception:  # members that need their own type, or fail in any
             pass
         return _compare(stacked, num_members, token, list(args), kwargs, own, lambda module: module)
+
+
+@contextmanager
+def eager_inputs(stacked: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Leave transforms and compilation; yield `(args, kwargs)` with values, or None where nothing can be compared.
+
+    Tensors under `torch.func` transforms have their values, for `vmap` those of the first entry; inputs of a graph have
+    random ones.
+    """
+    inputs, tensors = (list(args), kwargs), named_tensors(stacked)
+    has_values = not any(isinstance(x, FakeTensor) or x.is_meta for x in tensors.values())
+    if _checks.can_compare():
+        known = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        yield inputs if not any(isinstance(x, FakeTensor) or x.is_meta for x in known) else None
+    elif has_values and not _checks.is_eager():
+        with temporarily_clear_interpreter_stack(), _disable_current_modes(), _saved_tensor_hooks_enabled():
+            values = {name: _eager_value(tensor) for name, tensor in tensors.items()}
+            with replace_tensors(stacked, values):
+                yield tree_map(lambda x: _eager_value(x) if isinstance(x, Tensor) else x, inputs)
+    else:
+        warnings.warn(UNCHECKED, stacklevel=6)
+        yield None
+
+
+@contextmanager
+def _saved_tensor_hooks_enabled() -> Iterator[None]:
+    """Allow hooks of saved tensors, which `torch.func.grad` disables."""
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    torch._C._autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        if message:
+            torch._C._autograd._saved_tensors_hooks_disable(message)
+
+
+def _eager_value(x: Tensor) -> Tensor:
+    """Return the plain tensor inside a transformed one; random numbers, or ones, for a tensor without values."""
+    plain, axes = x, []
+    while torch._C._functorch.is_functorch_wrapped_tensor(plain):
+        axes.append(torch._C._functorch.maybe_get_bdim(plain))
+        plain = torch._C._functorch.get_unwrapped(plain)
+    if isinstance(plain, FakeTensor) or plain.is_meta:
+        shape = [size if isinstance(size, int) else size.node.hint or 2 for size in x.shape]
+        numbers = x.is_floating_point() or x.is_complex()
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) if numbers else torch.ones(shape)
+        return values.to(x.device, x.dtype)
+    for axis in reversed(axes):
+        plain = plain if axis < 0 else plain.select(axis, 0)
+    return plain
 
 
 def _to_double(value: Any) -> Any:

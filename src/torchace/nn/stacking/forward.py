@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,8 +21,23 @@ from torch.utils._pytree import tree_is_leaf, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchace.functional import average_gradients
-from torchace.nn.stacked_state import all_shared_names, group_size, named_tensors, replace_tensors, shared_names
-from torchace.nn.stacking.mode import MARK, MemberRNG, StackingError, StackingMode, expand_groups, to_members
+from torchace.nn.stacked_state import (
+    all_shared_names,
+    group_size,
+    module_lock,
+    named_tensors,
+    replace_tensors,
+    shared_names,
+)
+from torchace.nn.stacking.mode import (
+    MARK,
+    DataDependence,
+    MemberRNG,
+    StackingError,
+    StackingMode,
+    expand_groups,
+    to_members,
+)
 
 CHECKPOINT = (
     "Expected members without reentrant activation checkpointing, which repeats one member's forward in the backward, "
@@ -145,10 +161,45 @@ def run_stacked_in_graph(
 ) -> Any:
     """Call `run_stacked` as one node of a compiled graph; `key`: tensors of `MemberRNG`; new `modes` recompile."""
     ensemble = _ensembles[token]
+    stacked, count = ensemble.stacked, ensemble.num_members
     rng = None if key is None else MemberRNG(*key)
-    with replace_tensors(ensemble.stacked, state):
-        mode = StackingMode(ensemble.num_members, token, rng)
-        return ensemble.select_output(run_stacked(ensemble.stacked, mode, args, kwargs, own=own))
+    with module_lock(stacked):
+        before = _numbers(stacked)
+        decision = ensemble._decision(modes, args, kwargs, own=own)
+        with replace_tensors(stacked, state):
+            if decision is None or decision.call_by_call:
+                output = run_stacked(stacked, StackingMode(count, token, rng), args, kwargs, own=own)
+            else:
+                output = _run_one_by_one_in_graph(stacked, count, args, kwargs, own, rng, decision.reason)
+        changed = [name for name, value in _numbers(stacked).items() if before.get(name, value) != value]
+    if changed and torch.compiler.is_compiling():
+        warnings.warn(
+            f"The forward changes {changed[0]!r}, but a compiled graph keeps the number of its compilation. Make it a "
+            "buffer (register_buffer).",
+            stacklevel=2,
+        )
+    return ensemble.select_output(output)
+
+
+def _numbers(stacked: nn.Module) -> dict[str, float]:
+    """Return the unregistered numbers of all layers."""
+    layers = stacked.named_modules()
+    return {f"{n}.{a}".lstrip("."): v for n, layer in layers for a, v in vars(layer).items() if type(v) in (int, float)}
+
+
+def _run_one_by_one_in_graph(
+    stacked: nn.Module, num_members: int, args: Any, kwargs: Any, own: bool, rng: Any, reason: str
+) -> Any:
+    """Call `run_one_by_one`; a graph cannot depend on values."""
+    found = DataDependence()  # type: ignore[no-untyped-call]
+    try:
+        with found:
+            output = run_one_by_one(stacked, num_members, args, kwargs, own=own, rng=rng)
+    except Exception as error:
+        raise StackingError(reason) from error
+    if found.any:
+        raise StackingError(reason)
+    return output
 
 
 def run_one_by_one(
