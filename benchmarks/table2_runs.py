@@ -79,7 +79,7 @@ def mark_as_single(file: Path, network: RunGroup) -> None:
         raise RuntimeError(f"Expected heads that stay equal, but their accuracies are {scores['members']}.")
     scores["members"] = scores["members"][:1]
     result |= {"num_members": 1, "parameters": executor.count_run_parameters(network)}
-    del result["sha256"]  # of the heads' result
+    result.pop("sha256", None)  # of the heads' result
     file.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
 
