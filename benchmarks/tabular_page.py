@@ -11,7 +11,8 @@ from page_text import fold, signed
 
 from torchace._statistics import mean_over_seeds
 
-BASE, OLD, SHARED, AUTO = "torchace", "torchace, old defaults", "torchace, shared members", "torchace, λ auto"
+BASE, OLD, SHARED, ZERO = "torchace", "torchace, old defaults", "torchace, shared members", "torchace, λ=0"
+FULL = "torchace, λ auto"  # of an earlier commit: with the full search
 METRICS = {"log_loss": "log loss", "r2": "R²"}
 COLUMNS = {
     "accuracy": "accuracy",
@@ -134,7 +135,7 @@ def headline(scores: pd.DataFrame, metric: str) -> str:
     )
 
 
-def notes(results: dict[str, Any], runs: pd.DataFrame, auto: dict[str, Any] | None) -> list[str]:
+def notes(results: dict[str, Any], runs: pd.DataFrame, auto: list[dict[str, Any]]) -> list[str]:
     """Describe how the numbers were measured, and missing results."""
     place = results["environment"]
     lines = [
@@ -154,35 +155,40 @@ def notes(results: dict[str, Any], runs: pd.DataFrame, auto: dict[str, Any] | No
             lines.append(
                 f"{model} failed {len(failed)} times, first on {failed['table'].iloc[0]}: {failed['error'].iloc[0]}"
             )
-    if auto is None:
+    if not auto:
         return [*lines, "[Numbers](tabular.json)."]
-    place = auto["environment"]
+    place = auto[0]["environment"]
     lines.append(
-        f"λ auto was measured later, beside the defaults ({auto['jobs']} process, {place['cpu']}, torch "
-        f"{place['torch']}, commit {place['commit']})."
+        "The defaults were λ=0 then; λ auto, the default now, was measured later beside λ=0 "
+        f"({auto[0]['jobs']} process, {place['cpu']}, torch {place['torch']}, commit {place['commit']})."
     )
-    return [*lines, "Numbers: [all models](tabular.json), [λ auto](tabular_auto.json)."]
+    files = "[λ auto](tabular_auto.json), [λ auto with more rows](tabular_auto_large.json)"
+    return [*lines, f"Numbers: [all models](tabular.json), {files}."]
 
 
-def search_aims(runs: pd.DataFrame, earlier: pd.DataFrame) -> tuple[list[list[str]], list[str]]:
-    """What the search for λ costs, and the λ it chose; `earlier` has runs of the full search."""
-    cpu = runs.pivot(index=["table", "seed"], columns="model", values="fit_cpu_seconds")
-    ratio, each = cpu[AUTO].sum() / cpu[BASE].sum(), cpu[AUTO] / cpu[BASE]
-    chosen, full = (found[found["model"] == AUTO]["diversity"] for found in (runs, earlier))
-    counts = ", ".join(f"λ={value:g} in {count}" for value, count in chosen.value_counts().sort_index().items())
-    spread = f"{each.quantile(0.05):.1f} to {each.quantile(0.95):.1f}"
-    text = (
-        f'`diversity="auto"` chose {counts} of {len(chosen)} fits. The search took '
-        f"{ratio:.2f} times the CPU time of λ=0 in all (nine fits in ten: {spread} times): a rule ends it where no "
-        f"gain is expected. The full search of commit fe38b40 chose λ=0 in {(full == 0).sum()} of {len(full)} fits."
-    )
-    return [["λ auto costs at most 1.5 fits", f"{ratio:.2f}", verdict(ratio <= 1.5)]], ["## λ auto", "", text]
+def search_aims(auto: list[dict[str, Any]], earlier: pd.DataFrame) -> tuple[list[list[str]], list[str]]:
+    """What λ auto costs and chooses; `earlier` has runs of the full search."""
+    texts, ratios = [], []
+    for results in auto:
+        runs = pd.DataFrame(results["runs"])
+        cpu = runs.pivot(index=["table", "seed"], columns="model", values="fit_cpu_seconds")
+        ratios.append(cpu[BASE].sum() / cpu[ZERO].sum())
+        chosen = runs[runs["model"] == BASE]["diversity"]
+        counts = ", ".join(f"λ={value:g} in {count}" for value, count in chosen.value_counts().sort_index().items())
+        texts.append(f"{counts} of {len(chosen)} fits, at {ratios[-1]:.2f} times the CPU time of a fit with λ=0")
+    full = earlier[earlier["model"] == FULL]["diversity"]
+    text = f'`diversity="auto"`, the default, chose {texts[0]}: a rule ends it where no gain is expected. '
+    for results, more in zip(auto[1:], texts[1:], strict=True):
+        text += f"With up to {results['max_rows']:,} training rows: {more}. "
+    text += f"The full search of commit fe38b40 chose λ=0 in {(full == 0).sum()} of {len(full)} fits."
+    aim = ["λ auto costs at most 1.5 fits", f"{ratios[0]:.2f}", verdict(ratios[0] <= 1.5)]
+    return [aim], ["## λ auto", "", text]
 
 
-def page(results: dict[str, Any], auto: dict[str, Any] | None = None) -> str:
-    """The whole page as Markdown; `auto` has runs of the search for λ, and of the defaults beside it."""
+def page(results: dict[str, Any], auto: list[dict[str, Any]]) -> str:
+    """The whole page as Markdown; `auto` has later runs of the defaults beside λ=0, also with more rows."""
     every = pd.DataFrame(results["runs"])
-    runs = every if auto is None else every[every["model"] != AUTO]
+    runs = every[every["model"] != FULL]
     findings, aims, sections = [], [], []
     for metric, rows in (("log_loss", classification_aims), ("r2", regression_aims)):
         if metric not in runs or (part := common_runs(runs, metric)).empty or BASE not in set(part["model"]):
@@ -193,8 +199,8 @@ def page(results: dict[str, Any], auto: dict[str, Any] | None = None) -> str:
         sections += section(part, metric)
         dropped = sorted(set(runs.dropna(subset=[metric])["model"]) - set(part["model"]))
         sections += [f"Finished less than half of the fits, and left out: {', '.join(dropped)}.", ""] if dropped else []
-    if auto is not None:
-        found, sentences = search_aims(pd.DataFrame(auto["runs"]), every)
+    if auto:
+        found, sentences = search_aims(auto, every)
         aims, sections = aims + found, [*sections, *sentences, ""]
     return "\n".join(
         ["# The estimators on real tables", "", *(f"- {finding}" for finding in findings), "", *sections]
