@@ -18,10 +18,16 @@ LINKS = ("softmax", "sigmoid", "identity")
 INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def is_compiling() -> bool:
+    """Whether `torch.compile` traces, or runs a node of its graph on tensors without values."""
+    # before torch 2.13, `torch.compiler.is_compiling()` is False inside a function of `allow_in_graph`
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def is_eager() -> bool:
     """Whether neither `torch.compile` nor a `torch.func` transform is active."""
     # as torch.autograd.Function.apply; torch 2.13 has no public function
-    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return not is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def can_compare() -> bool:

@@ -35,7 +35,7 @@ def average_gradients(x: Tensor, num_members: int) -> Tensor:
     _checks.check_count(num_members, "num_members")
     if num_members == 1:
         return x
-    if torch.compiler.is_compiling():
+    if _checks.is_compiling():
         # Compiled torch.func transforms ignore a custom function's backward. This form is exact for finite x; an
         # infinite x becomes NaN.
         constant = x.detach()

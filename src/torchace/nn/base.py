@@ -91,7 +91,7 @@ def _memory_key(tensor: Tensor) -> int:
 
 def tensor_versions(values: Iterable[Any]) -> list[int]:
     """Count the in-place changes of each tensor among some values."""
-    if torch.compiler.is_compiling():
+    if _checks.is_compiling():
         return []
     return [value._version for value in values if isinstance(value, Tensor) and not value.is_inference()]
 

@@ -252,7 +252,7 @@ class StackedEnsemble(EnsembleModule):
                 if inputs is None:
                     return None if self._call_by_call else Decision(False)
                 self._decisions[key] = decide(self.stacked, self.num_members, self._token, *inputs, own=own)
-            if not torch.compiler.is_compiling():  # a graph depends on it
+            if not _checks.is_compiling():  # a graph depends on it
                 self._call_by_call = self._decisions[key].call_by_call
         return self._decisions[key]
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -125,7 +126,7 @@ def _eager_value(x: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(plain):
         axes.append(torch._C._functorch.maybe_get_bdim(plain))
         plain = torch._C._functorch.get_unwrapped(plain)
-    if isinstance(plain, FakeTensor) or plain.is_meta:
+    if isinstance(plain, (FakeTensor, FunctionalTensor)) or plain.is_meta:
         shape = [size if isinstance(size, int) else size.node.hint or 2 for size in x.shape]
         numbers = x.is_floating_point() or x.is_complex()
         values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) if numbers else torch.ones(shape)

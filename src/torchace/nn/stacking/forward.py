@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_is_leaf, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
+from torchace import _checks
 from torchace.functional import average_gradients
 from torchace.nn.stacked_state import (
     all_shared_names,
@@ -172,7 +173,7 @@ def run_stacked_in_graph(
             else:
                 output = _run_one_by_one_in_graph(stacked, count, args, kwargs, own, rng, decision.reason)
         changed = [name for name, value in _numbers(stacked).items() if before.get(name, value) != value]
-    if changed and torch.compiler.is_compiling():
+    if changed and _checks.is_compiling():
         warnings.warn(
             f"The forward changes {changed[0]!r}, but a compiled graph keeps the number of its compilation. Make it a "
             "buffer (register_buffer).",
@@ -262,7 +263,7 @@ def _follow_checkpoints() -> None:
 @contextmanager
 def handle_checkpointing(mode: TorchFunctionMode | None, module: nn.Module | None = None) -> Iterator[None]:
     """Let `checkpoint` recompute in a mode and with the tensors of this call; refuse reentrant ones, or all."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() or _checks.is_compiling():
         yield
         return
     before = getattr(_local, "start", None)
