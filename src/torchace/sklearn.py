@@ -45,7 +45,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         hidden: Width of the hidden layer, or a tuple of widths.
         diversity: λ in [0, 1], or `"auto"`: 0 unless the members trained with it underfit and a search on held-out
             samples finds a significant gain (see `tuning_`). No search for fewer than 200 samples, several labels per
-            sample, and `partial_fit`.
+            sample, and `partial_fit`. With `early_stopping=False` the search alone decides.
         encoding: Encoding of numbers. `"standard"`: mean 0, standard deviation 1. `"robust"`: median 0, interquartile
             range 1, outliers bounded smoothly, two-valued columns 0 and 1. `"piecewise"`: the same, plus bins between
             quantiles, or between all levels of a column with few, such as a count. `"auto"`: `"piecewise"`, or
@@ -66,7 +66,8 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         patience: Epochs without improvement before training stops.
         class_weight: `"balanced"`, or a weight for each class.
         network: Function of the numbers of encoded inputs and outputs that returns a new member, instead of `hidden`.
-        callbacks: Functions called after every epoch with its entry of `history_`.
+        callbacks: Functions called after every epoch with its entry of `history_`, also in trainings that another
+            follows: with λ=0 before one with the λ found, and with a hold-out before one on all samples.
         verbose: Print the columns left out, and the scores every `verbose` epochs; 0 prints nothing.
         random_state: An int for reproducible results.
         device: Device for training: `"cpu"`, `"cuda"`, or `"auto"`: cuda if available. Predictions use the CPU.

@@ -259,12 +259,13 @@ class _Centered(torch.autograd.Function):
 class _WithFunction(nn.Module):
     """Reads a weight without a call of its layer, and applies a function."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[Tensor], Tensor] = Tensor.sin) -> None:
         super().__init__()
+        self.read = read
         self.body, self.norm, self.head = nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = nn.functional.linear(x, self.body.weight, self.body.bias)
+        h = nn.functional.linear(self.read(x), self.body.weight, self.body.bias)
         return self.head(_Centered.apply(self.norm(h)))  # type: ignore[no-untyped-call]
 
 
@@ -296,6 +297,31 @@ def test_a_first_call_that_is_transformed_equals_an_eager_one(name: str, adapted
         torch.testing.assert_close(gradients[key], parameter.grad, **EXACT)
 
 
+NEEDY = {  # inputs for which random numbers may be no input at all
+    "log": (torch.log, torch.rand(N, 6) + 0.1),
+    "acosh": (torch.acosh, torch.rand(N, 6) + 1.1),
+    "embedding": (lambda x: nn.functional.embedding(x, torch.ones(1, 6)).sum(1), torch.zeros(N, 4).long()),
+}
+
+
+@pytest.mark.parametrize("name", NEEDY)
+def test_after_a_first_call_in_a_graph_real_inputs_are_compared(name: str) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    read, x = NEEDY[name]
+    stacked = StackedEnsemble([_WithFunction(read) for _ in range(K)])
+    eager = copy.deepcopy(stacked)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* first called while it is exported, compiled")
+        compiled = torch.compile(stacked, backend="aot_eager")(x)
+    torch.testing.assert_close(compiled, eager(x))
+    eager(x).square().sum().backward()
+    stacked(x).square().sum().backward()
+    for ours, theirs in zip(stacked.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert not stacked.explain().call_by_call
+
+
 class _Counting(nn.Linear):
     calls = 0
 
@@ -310,6 +336,14 @@ def test_warnings_of_compilation_and_export() -> None:
         torch.compile(StackedEnsemble([_Counting(6, 3), _Counting(6, 3)]), backend="aot_eager")(x)
     with pytest.warns(UserWarning, match="first called while it is exported, .* Call it once before"):
         torch.export.export(StackedEnsemble([_WithFunction(), _WithFunction()]), (x,))
+
+
+class FSDPLinear(nn.Linear):
+    """Only its name is that of a sharded layer."""
+
+
+def test_the_name_of_a_layer_does_not_shard_it() -> None:
+    assert StackedEnsemble([FSDPLinear(6, 3) for _ in range(K)])(torch.randn(N, 6)).shape == (K, N, 3)
 
 
 def shard_and_train() -> tuple[list[Tensor], list[str]]:

@@ -39,7 +39,6 @@ from torchace.nn.stacking import (
     MemberRNG,
     StackingMode,
     decide,
-    eager_inputs,
     register_ensemble,
     run_one_by_one,
     run_stacked,
@@ -234,7 +233,9 @@ class StackedEnsemble(EnsembleModule):
             if grad and (layer._backward_hooks or layer._backward_pre_hooks):
                 name = next(name for name, module in self.stacked.named_modules() if module is layer)
                 raise not_stackable(self.stacked, name, "its backward hooks would never be called")
-            if type(layer).__name__.startswith("FSDP"):  # gathers its weights after the stacked forward has read them
+            if (
+                type(layer).__mro__[1].__name__ == "FSDPModule"
+            ):  # gathers its weights after the stacked forward has read them
                 raise ValueError(
                     f"Expected an ensemble that is sharded as one module, but got one with {type(layer).__name__} "
                     "inside. Use fully_shard(ensemble)."
@@ -248,12 +249,12 @@ class StackedEnsemble(EnsembleModule):
         sizes = tuple(len(x) for x in tensor_leaves(args)) if own else None  # fewer than K: members share inputs
         key = (sizes, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
-            with eager_inputs(self.stacked, args, kwargs) as inputs:
-                if inputs is None:
-                    return None if self._call_by_call else Decision(False)
-                self._decisions[key] = decide(self.stacked, self.num_members, self._token, *inputs, own=own)
+            decision = decide(self.stacked, self.num_members, self._token, args, kwargs, own=own)
+            if decision is None:
+                return None if self._call_by_call else Decision(False)
+            self._decisions[key] = decision
             if not _checks.is_compiling():  # a graph depends on it
-                self._call_by_call = self._decisions[key].call_by_call
+                self._call_by_call = decision.call_by_call
         return self._decisions[key]
 
     def explain(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Decision:

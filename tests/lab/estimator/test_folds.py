@@ -277,6 +277,44 @@ def test_no_part_of_a_search_splits_a_group(monkeypatch: pytest.MonkeyPatch, kin
     assert 24 <= len(parts[1]) <= 48  # a fifth of four fifths of 200
 
 
+@given(st.integers(1, 12), st.integers(0, 3), st.integers(1, 3))
+def test_few_blocks_are_in_the_first_folds(count: int, seed: int, num_classes: int) -> None:
+    blocks = torch.arange(count).repeat_interleave(4)
+    folds = assign_folds(blocks, blocks % num_classes, seed=seed)
+    assert folds.unique().tolist() == list(range(int(folds.max()) + 1))
+    assert (folds.view(-1, 4) == folds.view(-1, 4)[:, :1]).all()
+    assert len(folds.unique()) > 1 or count == 1
+
+
+@pytest.mark.parametrize("num_members", [1, 2, 3])
+@pytest.mark.parametrize("is_pure", [False, True])  # each group has one class
+def test_every_number_of_members_leaves_out_one_of_two_groups(num_members: int, is_pure: bool) -> None:
+    X, y = grouped_samples()
+    halves = GROUPS % 2
+    model = small(ACEClassifier, num_members=num_members, diversity="auto")
+    model.fit(X, halves if is_pure else y, groups=halves)
+    known = ~np.isnan(model.oof_predictions_).any(1)
+    assert known.sum() == (150 if num_members == 1 else 300)
+    assert model.oof_score_ > 0
+    assert model.diversity_ == 0
+
+
+@pytest.mark.usefixtures("always_searched")
+@pytest.mark.parametrize("kind", [ACEClassifier, NCLRegressor])
+@pytest.mark.parametrize("count", [2, 3])
+def test_too_few_groups_for_a_search_keep_the_model_with_no_diversity(
+    monkeypatch: pytest.MonkeyPatch, kind: type, count: int
+) -> None:
+    """Of 3 groups of 100 samples, one is within the limit of 100 samples."""
+    monkeypatch.setattr(search, "MAX_SEARCH_ROWS", 100 if count == 3 else 1000)
+    X, y = grouped_samples()
+    automatic, fixed = (
+        small(kind, diversity=diversity).fit(X, y, groups=GROUPS % count) for diversity in ("auto", 0.0)
+    )
+    assert automatic.tuning_.sentence.endswith("There are too few groups for a search. λ=0 is kept without a search.")
+    np.testing.assert_array_equal(automatic.predict(X), fixed.predict(X))
+
+
 @given(st.integers(2, 60), st.floats(0.05, 0.6), st.integers(0, 3), st.booleans())
 def test_a_hold_out_has_its_share_of_every_class_and_whole_blocks(
     count: int, fraction: float, seed: int, is_number: bool

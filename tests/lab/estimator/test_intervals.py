@@ -91,6 +91,16 @@ def test_coverage_of_new_targets(options: dict[str, Any], coverage: float) -> No
     assert (high > low).all()
 
 
+@pytest.mark.parametrize("scale", [2.0**-600, 2.0**600])
+@pytest.mark.parametrize("early_stopping", ["folds", True])
+def test_intervals_in_other_units(scale: float, early_stopping: Any) -> None:
+    """The squares of these errors under- and overflow."""
+    X, y = _noisy(300, 0)
+    model = NCLRegressor(num_members=3, hidden=(4,), epochs=5, early_stopping=early_stopping, random_state=0)
+    limits = model.fit(X, y).predict_interval(X, 0.8)
+    np.testing.assert_allclose(model.fit(X, scale * y).predict_interval(X, 0.8), scale * limits, rtol=1e-9)
+
+
 def test_the_standard_deviation_includes_the_noise(regressor: NCLRegressor) -> None:
     X, y = _noisy(4000, 1)
     mean, std = regressor.predict(X, return_std=True)

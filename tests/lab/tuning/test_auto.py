@@ -61,11 +61,13 @@ def test_scores_are_means_over_samples(task: str, weighted: bool, num_members: i
     every = list(range(plan.num_members))
     if num_members is None:
         found = score_fit(trained, train, validation=validation)
+        assert found is not None
         loss, member, differ = mean(validation, [every] * 60)
         expected = [mean(train, [every] * 60)[0], loss, member, differ]
         assert found.num_samples == 60
     else:
         found = score_fit(trained, train, folds=folds)
+        assert found is not None
         outside = [[k for k in every if k % 5 == fold] for fold in folds]
         inside = [[k for k in every if k % 5 != fold] for fold in folds]
         inside = [chosen if len(chosen) > 1 else [] for chosen in inside]
@@ -75,6 +77,13 @@ def test_scores_are_means_over_samples(task: str, weighted: bool, num_members: i
         assert found.num_samples == 48
     got = [found.train, found.validation, found.member, found.disagreement]
     assert got == pytest.approx(expected, rel=1e-9)
+
+
+def test_two_members_of_two_folds_have_no_scores() -> None:
+    """Each was trained on the samples that the other left out."""
+    plan, train, folds = replace(PLAN, num_members=2), make_split(60, 0, "classification", False), torch.arange(60) % 2
+    trained = train_members(plan, FoldSplit.make(train, folds, 2).train, 2, diversities=[0.0], seeds=[0])
+    assert score_fit(trained, train, folds=folds) is None
 
 
 @pytest.mark.parametrize(("change", "start"), [

@@ -40,10 +40,18 @@ def number_blocks(raw: Tensor, *, weight: Tensor | None = None, groups: ArrayLik
     return torch.from_numpy(blocks)
 
 
-def assign_folds(
-    blocks: Tensor, y: Tensor, *, seed: int, weight: Tensor | None = None, num_folds: int = NUM_FOLDS
-) -> Tensor:
-    """Assign every sample to a fold: `(N,)` of int64.
+class FewBlocksError(ValueError):
+    """There are too few blocks, or one has nearly all the weight, for a hold-out."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Expected several samples or groups to hold some out, but got one sample or group, or one with nearly all "
+            "the weight. Give more, or use early_stopping=False and a number for `diversity`."
+        )
+
+
+def assign_folds(blocks: Tensor, y: Tensor, *, seed: int, weight: Tensor | None = None) -> Tensor:
+    """Assign every sample to a fold: `(N,)` of int64; fewer blocks than folds leave the last folds empty.
 
     A block of `number_blocks` is in one fold. Folds have about equal weight, class by class. They do not depend on the
     order of samples that differ, and a weight `(N,)` counts as repeats of a sample. `y` are class indices `(N,)`, or
@@ -55,6 +63,11 @@ def assign_folds(
         >>> torch.equal(folds[:10], folds[10:]), folds.bincount().tolist()
         (True, [4, 4, 4, 4, 4])
     """
+    folds = _assign_places(blocks, y, NUM_FOLDS, seed=seed, weight=weight)
+    return folds.unique(return_inverse=True)[1]  # so that the first members leave out some
+
+
+def _assign_places(blocks: Tensor, y: Tensor, num_places: int, *, seed: int, weight: Tensor | None) -> Tensor:
     share = np.ones(len(blocks)) if weight is None else weight.cpu().double().numpy()
     block = np.unique(blocks.cpu().numpy(), return_inverse=True)[1].ravel()  # 0, 1, … also in a part of the samples
     count = int(block.max()) + 1
@@ -67,8 +80,8 @@ def assign_folds(
     for shift, value in enumerate(np.unique(label)):
         places = order[label[order] == value]
         middle = size[places].cumsum() - size[places] / 2
-        fold[places] = (num_folds * middle / size[places].sum() + 1e-9).astype(np.int64)  # sums of weights are rounded
-        fold[places] = (fold[places] + shift) % num_folds  # small classes start in different folds
+        fold[places] = (num_places * middle / size[places].sum() + 1e-9).astype(np.int64)  # sums of weights are rounded
+        fold[places] = (fold[places] + shift) % num_places  # small classes start in different folds
     return torch.from_numpy(fold[block])
 
 
@@ -82,14 +95,11 @@ def hold_out(blocks: Tensor, y: Tensor, fraction: float, *, seed: int, weight: T
         >>> int(held_out.sum()), held_out.view(5, 4).all(1).sum().item()
         (4, 1)
     """
-    places = assign_folds(blocks, y, seed=seed, weight=weight, num_folds=NUM_PLACES)
+    places = _assign_places(blocks, y, NUM_PLACES, seed=seed, weight=weight)
     limit = max(round(fraction * NUM_PLACES), int(places.min()) + 1)
     held_out = places < min(limit, int(places.max()))  # one block is left, too
     if not held_out.any():
-        raise ValueError(
-            "Expected several samples or groups to hold some out, but got one sample or group, or one with nearly all "
-            "the weight. Give more, or use early_stopping=False and a number for `diversity`."
-        )
+        raise FewBlocksError
     return held_out
 
 

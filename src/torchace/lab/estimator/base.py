@@ -134,7 +134,7 @@ class Estimator(FittedEstimator):
             self.oof_predictions_ = self._squeeze(held_out.expand(used))
         if held_out is not None and self._task == "regression":
             folds = None if held_out.folds is None else held_out.folds[held_out.rows]
-            self._residuals = residuals_by_fold(np.sqrt(held_out.losses), folds, held_out.weight)
+            self._residuals = residuals_by_fold(held_out.errors, folds, held_out.weight)
         self._state = TrainingState(seed, plan).add(samples)
 
     def _stopping(self, plan: MemberPlan, samples: Split, blocks: Tensor | None, seed: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from torchace.lab.data import Split, hashed_key
-from torchace.lab.data.folds import hold_out
+from torchace.lab.data.folds import FewBlocksError, hold_out
 from torchace.lab.training.members import FitScores, MemberPlan
 from torchace.lab.tuning.auto import ZeroDiversity
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
@@ -42,12 +42,13 @@ def search_diversity(
         return part.take(~mask), part_blocks[~mask], part.take(mask), part_blocks[mask]
 
     assert blocks is not None  # there are enough samples
-    if len(samples) > MAX_SEARCH_ROWS:
-        _, _, samples, blocks = take(samples, blocks, MAX_SEARCH_ROWS / len(samples), "search")
-    rest, blocks, test, _ = take(samples, blocks, fraction, "check")
-    if len(blocks.unique()) < 2:
+    try:
+        if len(samples) > MAX_SEARCH_ROWS:
+            _, _, samples, blocks = take(samples, blocks, MAX_SEARCH_ROWS / len(samples), "search")
+        rest, blocks, test, _ = take(samples, blocks, fraction, "check")
+        train, _, validation, _ = take(rest, blocks, fraction, "validation")
+    except FewBlocksError:
         return zero.keep("There are too few groups for a search.")
-    train, _, validation, _ = take(rest, blocks, fraction, "validation")
     problem = SearchProblem(plan, train, validation, estimator._num_outputs, seed)
     search = GridSearch(
         problem, test=test, test_name="held-out", score_scale=score_scale, end_early=True, baseline=scores

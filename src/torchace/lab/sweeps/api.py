@@ -139,7 +139,8 @@ def _make_components(
             f"Expected `member` to be a function that returns a new module, but got {type(member).__name__}. Use "
             "lambda: ..., so that every member starts with its own weights."
         )
-    check_arguments(member, settings.get("arguments") or {}, "arguments")
+    arguments = settings.get("arguments")
+    check_arguments(member, {} if arguments is None else arguments, "arguments")
     if settings.get("target") is not None and all(isinstance(part, tuple) for part in data):
         raise ConfigError(
             "Expected a DataFrame or a Dataset for `target`, its column or key, but got (X, y). Leave `target` out."

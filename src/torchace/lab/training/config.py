@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -178,7 +179,8 @@ def label_smoothing(configs: Sequence[TrainConfig], device: torch.device) -> Ten
 
 def resolve_device(device: str | int | torch.device) -> str:
     """Return the name of a device (cpu, cuda, cuda:N or N); `auto` is cuda if available."""
-    name = f"cuda:{device}" if isinstance(device, int) else str(device)
+    is_number = isinstance(device, Integral) and not isinstance(device, bool)
+    name = f"cuda:{device}" if is_number else str(device)
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

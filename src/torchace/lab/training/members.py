@@ -214,8 +214,10 @@ class FitScores:
 
 def score_fit(
     trained: TrainedGroup, train: Split, *, validation: Split | None = None, folds: Tensor | None = None
-) -> FitScores:
+) -> FitScores | None:
     """Score the first run on its training samples, and on `validation` or on the folds `(N,)` that members left out.
+
+    None if no two members share a training sample, as two members that leave out one half each.
 
     Few members leave out the same fold. The whole ensemble's loss on left-out samples is then estimated as that of its
     members, less what averaging gains on training samples; their disagreement is that on training samples, too.
@@ -228,12 +230,12 @@ def score_fit(
     else:
         inside, outside = [], []
         for fold in range(NUM_FOLDS):
-            part, left_out = (
-                train.take((folds == fold).to(train.x.device)),
-                torch.arange(len(every)) % NUM_FOLDS == fold,
-            )
+            part = train.take((folds == fold).to(train.x.device))
+            left_out = torch.arange(len(every)) % NUM_FOLDS == fold
             inside += [(part, ~left_out)] if len(part) and (~left_out).sum() > 1 else []
             outside += [(part, left_out)] if len(part) and left_out.any() else []
+        if not inside:
+            return None
         train_loss, train_member, differ = _mean_scores(trained, inside)
         member = _mean_scores(trained, outside)[1]
         loss, num_samples = member - (train_member - train_loss), round(len(train) * (1 - 1 / NUM_FOLDS))
@@ -270,7 +272,7 @@ class OutOfFold:
     """Predictions of samples that a member left out, and what follows from them."""
 
     predictions: NDArray[np.float64]  # (n, C) probabilities, or (n, M) in the targets' units; none of a hold-out
-    losses: NDArray[np.float64]  # (n, 1), or (n, M): squared errors of each target
+    errors: NDArray[np.float64]  # (n, 1): losses, or (n, M): absolute errors of each target of a regression
     weight: NDArray[np.float64] | None  # (n,)
     score: float  # cross entropy, or squared error in the targets' units
     temperature: float
@@ -290,27 +292,28 @@ def collect_out_of_fold(
 ) -> OutOfFold:
     """Predict each sample by the members that left it out, `(K, N)`; None: by all."""
     temperature = 1.0 if targets is not None else fit_run_temperature(trained, split, left_out)
-    predictions, losses, done = [], [], 0
+    predictions, errors, done = [], [], 0
     for logits in left_out_logits(trained, split.x, left_out):  # (m, n, C), NaN where fewer members left a sample out
         y = split.y[done : done + logits.shape[1]].cpu()
         done += len(y)
         if trained.plan.task == "multilabel":
             predicted = (logits / temperature).sigmoid().nanmean(0)
-            losses.append(F.binary_cross_entropy(predicted, y.double(), reduction="none").mean(1, keepdim=True))
+            errors.append(F.binary_cross_entropy(predicted, y.double(), reduction="none").mean(1, keepdim=True))
         elif targets is None:
             log_q = (logits / temperature).log_softmax(2)
             predicts = ~log_q[..., :1].isnan()
             log_probs = log_q.masked_fill_(~predicts, -torch.inf).logsumexp(0) - predicts.sum(0).double().log()
-            losses.append(-log_probs.gather(1, y[:, None]))
+            errors.append(-log_probs.gather(1, y[:, None]))
             predicted = log_probs.exp_()
         else:
             predicted = targets.inverse_transform(logits.nanmean(0))
-            losses.append((predicted - targets.inverse_transform(y)).square())
+            errors.append((predicted - targets.inverse_transform(y)).abs())
         if left_out is not None:
             predictions.append(predicted.numpy())
     weight = None if split.weight is None else split.weight.cpu().double()
-    collected, found = np.concatenate(predictions) if predictions else np.empty((0, 0)), torch.cat(losses)
-    variance = mean_over_samples(found.T, weight).numpy()  # (M,)
+    collected, found = np.concatenate(predictions) if predictions else np.empty((0, 0)), torch.cat(errors)
+    losses = found if targets is None else found.square()
+    variance = mean_over_samples(losses.T, weight).numpy()  # (M,)
     weights = None if weight is None else weight.numpy()
     return OutOfFold(collected, found.numpy(), weights, float(variance.mean()), temperature, variance)
 

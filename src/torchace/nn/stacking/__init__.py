@@ -2,7 +2,7 @@
 
 from torchace.nn.stacking import layer_rules as layer_rules
 from torchace.nn.stacking import random_rules as random_rules  # these register their rules
-from torchace.nn.stacking.decision import Decision, decide, eager_inputs
+from torchace.nn.stacking.decision import Decision, decide
 from torchace.nn.stacking.forward import register_ensemble, run_one_by_one, run_stacked, run_stacked_in_graph
 from torchace.nn.stacking.mode import MemberRNG, StackingError, StackingMode
 
@@ -12,7 +12,6 @@ __all__ = [
     "StackingError",
     "StackingMode",
     "decide",
-    "eager_inputs",
     "register_ensemble",
     "run_one_by_one",
     "run_stacked",

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,8 @@ from torchace.nn.stacking.random_rules import BODIES
 
 HEADER = Node("layer", "function", "computed")
 UNCHECKED = (
-    "A StackedEnsemble was first called while it is exported, traced or captured, where its outputs cannot be compared "
-    "with those of single members. Call it once before."
+    "A StackedEnsemble was first called while it is exported, compiled, traced or captured, where its outputs could "
+    "not be compared with those of single members. Call it once before."
 )
 
 
@@ -46,6 +46,7 @@ class Decision:
     reason: str = ""  # why not
     nodes: tuple[Node, ...] = ()  # calls of the forward
     largest: int = 0  # elements of the largest convolution's output, of one member
+    has_nan: bool = False  # in outputs of members alone, which were not compared
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
@@ -67,6 +68,35 @@ class Decision:
 
 def decide(
     stacked: nn.Module, num_members: int, token: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
+) -> Decision | None:
+    """Compare members, outside of transforms and compilation; None where they cannot be compared.
+
+    Tensors under `torch.func` transforms have their values, for `vmap` those of the first entry; inputs of a graph have
+    random ones.
+    """
+    inputs, tensors = (list(args), kwargs), named_tensors(stacked)
+    if _checks.can_compare():
+        known = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        if any(isinstance(x, FakeTensor) or x.is_meta for x in known):
+            return None
+        return _decide(stacked, num_members, token, *inputs, own=own)
+    has_values = not any(isinstance(x, FakeTensor) or x.is_meta for x in tensors.values())
+    if has_values and not _checks.is_eager():
+        # members may fail on random values, such as an index
+        with suppress(IndexError, RuntimeError), ExitStack() as stack:
+            for context in (temporarily_clear_interpreter_stack, _disable_current_modes, _saved_tensor_hooks_enabled):
+                stack.enter_context(context())
+            stack.enter_context(replace_tensors(stacked, {name: _eager_value(x) for name, x in tensors.items()}))
+            values = tree_map(lambda x: _eager_value(x) if isinstance(x, Tensor) else x, inputs)
+            decision = _decide(stacked, num_members, token, *values, own=own)
+            if not decision.has_nan:
+                return decision
+    warnings.warn(UNCHECKED, stacklevel=5)
+    return None
+
+
+def _decide(
+    stacked: nn.Module, num_members: int, token: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
 ) -> Decision:
     """Compare outputs and gradients of some followed members with those alone, in float64 where members allow it."""
     devices = {parameter.device for parameter in stacked.parameters()}
@@ -87,28 +117,6 @@ def decide(
 
 
 @contextmanager
-def eager_inputs(stacked: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Leave transforms and compilation; yield `(args, kwargs)` with values, or None where nothing can be compared.
-
-    Tensors under `torch.func` transforms have their values, for `vmap` those of the first entry; inputs of a graph have
-    random ones.
-    """
-    inputs, tensors = (list(args), kwargs), named_tensors(stacked)
-    has_values = not any(isinstance(x, FakeTensor) or x.is_meta for x in tensors.values())
-    if _checks.can_compare():
-        known = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
-        yield inputs if not any(isinstance(x, FakeTensor) or x.is_meta for x in known) else None
-    elif has_values and not _checks.is_eager():
-        with temporarily_clear_interpreter_stack(), _disable_current_modes(), _saved_tensor_hooks_enabled():
-            values = {name: _eager_value(tensor) for name, tensor in tensors.items()}
-            with replace_tensors(stacked, values):
-                yield tree_map(lambda x: _eager_value(x) if isinstance(x, Tensor) else x, inputs)
-    else:
-        warnings.warn(UNCHECKED, stacklevel=6)
-        yield None
-
-
-@contextmanager
 def _saved_tensor_hooks_enabled() -> Iterator[None]:
     """Allow hooks of saved tensors, which `torch.func.grad` disables."""
     message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -121,7 +129,7 @@ def _saved_tensor_hooks_enabled() -> Iterator[None]:
 
 
 def _eager_value(x: Tensor) -> Tensor:
-    """Return the plain tensor inside a transformed one; random numbers, or ones, for a tensor without values."""
+    """Return the plain tensor inside a transformed one; numbers above 0 for a tensor without values."""
     plain, axes = x, []
     while torch._C._functorch.is_functorch_wrapped_tensor(plain):
         axes.append(torch._C._functorch.maybe_get_bdim(plain))
@@ -129,7 +137,7 @@ def _eager_value(x: Tensor) -> Tensor:
     if isinstance(plain, (FakeTensor, FunctionalTensor)) or plain.is_meta:
         shape = [size if isinstance(size, int) else size.node.hint or 2 for size in x.shape]
         numbers = x.is_floating_point() or x.is_complex()
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) if numbers else torch.ones(shape)
+        values = torch.rand(shape, generator=torch.Generator().manual_seed(0)) if numbers else torch.ones(shape)
         return values.to(x.device, x.dtype)
     for axis in reversed(axes):
         plain = plain if axis < 0 else plain.select(axis, 0)
@@ -187,7 +195,8 @@ def _compare(
         difference = _find_difference(place, outputs, gradients, own_outputs, own_gradients)
         if difference is not None:
             return one_by_one(difference)
-    return Decision(True, "", tuple(record), mode.largest)
+    has_nan = any(isinstance(x, Tensor) and bool(x.isnan().any()) for own_outputs, _ in alone for x in own_outputs)
+    return Decision(True, "", tuple(record), mode.largest, has_nan)
 
 
 def _check_shared_buffers(members: list[dict[str, Tensor]], shared: set[str]) -> None:
