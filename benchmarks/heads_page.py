@@ -88,8 +88,8 @@ def main() -> None:
         finding = f"**After {design['epochs']} epochs, these are better than linear heads and one network: {names}.**"
     else:
         finding = (
-            f"**After {design['epochs']} epochs, no kind of head helps: none has a significantly lower cross entropy "
-            "than both linear heads and one network.**"
+            f"**After {design['epochs']} epochs, no kind of head shows a gain: none has a significantly lower cross "
+            "entropy than both linear heads and one network.**"
         )
     best = max(runs.rows, key=lambda key: sum(runs.values(key, "gain").values()))
     loss = difference(runs.values(best, "member_cross_entropy"), runs.values(("plain", 0.0), "member_cross_entropy"))
