@@ -153,8 +153,8 @@ def notes(results: dict[str, Any], runs: pd.DataFrame, auto: list[dict[str, Any]
     lines = [
         f"At most {results['max_rows']:,} rows for training, all others (at most 5,000) for the scores; every model "
         "with its defaults, one thread and the same splits. Means over seeds, then over tables; intervals are paired, "
-        "with tables as the unit (t, 95 %), and joint for all models of a table (Bonferroni); those of the targets are "
-        "for one comparison. The targets compare CPU seconds. "
+        "with tables as the unit (t, 95 %), and joint for all models (Bonferroni); those of the targets are for one "
+        "comparison. The targets compare CPU seconds. "
         f"{results['jobs']} processes ran at a time ({place['cpu']}, torch {place['torch']}, commit "
         f"{place['commit']})."
     ]
