@@ -126,6 +126,8 @@ def main() -> None:
         "",
         "![Disagreement and cross entropy by λ](../figures/heads.svg)",
         "",
+        "*Error bars: standard deviation over seeds. Dashed: one network.*",
+        "",
         measure.table(header, rows),
         "",
         f"ResNet-{design['depth']} on CIFAR-10, K={design['num_members']}. Mean ± standard deviation over {seeds} "

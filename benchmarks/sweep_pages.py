@@ -23,6 +23,7 @@ from torchace.lab.report.page import table_markdown
 from torchace.lab.report.statistics import best_diversity, compare
 from torchace.lab.report.tables import difference_tables, result_table
 
+BARS = "*Error bars: standard deviation over seeds. Dashed: trained at one λ only.*"
 DROPPED = ("history", "sha256", "checksum")  # of a run
 REFERENCES = {  # pairs of arms to compare, beside each λ with λ=0
     "table1": [("shared", "separate")],
@@ -35,7 +36,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
         "Small members on MNIST",
         "**Many small networks gain most: λ lowers the cross entropy and the error of the ensemble, while single "
         "members get worse.**\n\n"
-        "![Cross entropy against λ](../figures/small_members.svg)",
+        f"![Cross entropy against λ](../figures/small_members.svg)\n\n{BARS}",
         {"": ("small_members", "torchace run small_members")},
     ),
     "table1": (
@@ -50,7 +51,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
         "The paper does not state its network. The first one below matches its single member at λ=0; the second is "
         "wider and trained more briefly. Separate batches (the paper's λ=0) have a lower mean cross entropy than any λ "
         "on shared batches; with the first network, significantly.\n\n"
-        "![Cross entropy against λ](../figures/table1.svg)",
+        f"![Cross entropy against λ](../figures/table1.svg)\n\n{BARS}",
         {
             "100 hidden units, 18 epochs": ("table1", "torchace run table1"),
             "128 hidden units, 10 epochs": (
@@ -64,7 +65,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
         "**Heads on one feature vector (SMOC) collapse at every λ. Members with their own last stage differ and beat "
         "one network of the same width. Against one with as many parameters, three seeds show no significant "
         "difference.**\n\n"
-        "![Cross entropy against λ](../figures/branched.svg)",
+        f"![Cross entropy against λ](../figures/branched.svg)\n\n{BARS}",
         {"": ("branched", "torchace run branched")},
     ),
     "table2_short": (
@@ -77,7 +78,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
         "- **Gradients into the other members prevent training**: with `detach_others = false` the error is several "
         "times as large. The paper's members were probably not trained in this way.\n\n"
         "![Cross entropy against λ, without the ablation](../figures/table2_short.svg)\n\n"
-        "Error bars: 95 % intervals over seeds; band: K=1. The paper's value at λ=0.5 is off the scale."
+        f"{BARS} The paper's value at λ=0.5 is off the scale."
         "\n\n![Cross entropy against λ, with the ablation](../figures/table2_short_ablation.svg)",
         {"": ("table2_short", "torchace run table2_short")},
     ),
