@@ -19,8 +19,9 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAIN
 
 .PHONY: demo test test-all test-extended lint docs bench dist clean
 
+# One thread: the networks are small, and threads on busy cores wait for each other.
 demo: $(VENV)/.tool
-	$(BIN)/torchace run demo
+	OMP_NUM_THREADS=1 $(BIN)/torchace run demo
 
 # Two files at a time, one thread each: two processes with two threads each would wait for each other. A test
 # that hangs fails after twenty minutes.

@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import measure
-from page_text import fold
+from page_text import difference, fold, interval_text
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 GIB = 1 << 30
 DATA = {"cifar10": "CIFAR-10"}
+FILES = {
+    "adapters_members_digits": "digits",
+    "adapters_members_cifar10": "CIFAR-10",
+    "adapters_members_cifar10_time": "CIFAR-10, time per step",
+    "adapters_finetuning": "fine-tuning",
+    "bench_adapters_gpu": "peft",
+}
 
 
 def read(name: str) -> dict[str, Any] | None:
@@ -50,6 +57,13 @@ def members_section(title: str, network: str, name: str) -> list[str]:
 
     def score(kind: str) -> str:
         return f"{found[kind, 0.0]['cross_entropy']['mean']:.3f}"
+
+    def losses(kind: str) -> dict[int, float]:
+        runs = (run for run in results["runs"] if (run["kind"], run["diversity"]) == (kind, 0.0))
+        return {run["seed"]: run["cross_entropy"] for run in runs}
+
+    change = difference(losses("multiplicative"), losses("one network"))
+    assert change is not None
 
     cells = [
         [
@@ -89,7 +103,8 @@ def members_section(title: str, network: str, name: str) -> list[str]:
         ),
         "",
         f"At λ=0 the ensemble of multiplicative members has a cross entropy of {score('multiplicative')}; one network "
-        f"has {score('one network')}, separate members {score('separate')}.",
+        f"has {score('one network')}, separate members {score('separate')}. Multiplicative members minus one network: "
+        f"{interval_text(change, 4)} (95 % interval, paired by seed; bold: without zero).",
         "",
         fold(
             "All scores and setup", f"{measure.table([*header, 'disagreement, %', 'time per step'], cells)}\n\n{setup}"
@@ -168,7 +183,8 @@ def main() -> None:
         lines += finetuning_section(results)
     if results := read("bench_adapters_gpu"):
         lines += speed_section(results)
-    lines += ["Written by `benchmarks/adapters_page.py`, which names the scripts and their JSON files.", ""]
+    files = ", ".join(f"[{title}]({name}.json)" for name, title in FILES.items() if (RESULTS / f"{name}.json").exists())
+    lines += [f"Numbers: {files}. Written by `benchmarks/adapters_page.py`.", ""]
     (RESULTS / "adapters.md").write_text("\n".join(lines).rstrip() + "\n")
 
 

@@ -184,6 +184,8 @@ def main() -> None:
         "",
         "![Error, cross entropy and calibration error by width](../figures/equal_budgets.svg)",
         "",
+        "*Error bars: standard deviation over seeds.*",
+        "",
         f"{design['num_members']} ResNet-{design['depth']} on CIFAR-10, with the λ that two other seeds chose on "
         "validation images, against the same at λ=0, one network of twice the width "
         f"({size_text(widths, 'wider')}) and one deeper network ({size_text(widths, 'deeper')}).",

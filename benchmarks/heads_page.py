@@ -88,8 +88,8 @@ def main() -> None:
         finding = f"**After {design['epochs']} epochs, these are better than linear heads and one network: {names}.**"
     else:
         finding = (
-            f"**After {design['epochs']} epochs, no kind of head helps: none has a significantly lower cross entropy "
-            "than both linear heads and one network.**"
+            f"**After {design['epochs']} epochs, no kind of head shows a gain: none has a significantly lower cross "
+            "entropy than both linear heads and one network.**"
         )
     best = max(runs.rows, key=lambda key: sum(runs.values(key, "gain").values()))
     loss = difference(runs.values(best, "member_cross_entropy"), runs.values(("plain", 0.0), "member_cross_entropy"))
@@ -125,6 +125,8 @@ def main() -> None:
         reason,
         "",
         "![Disagreement and cross entropy by λ](../figures/heads.svg)",
+        "",
+        "*Error bars: standard deviation over seeds. Dashed: one network.*",
         "",
         measure.table(header, rows),
         "",

@@ -165,7 +165,7 @@ def state_finding(results: dict[str, Any]) -> str:
     """Say for which ensembles the interval of the error's difference excludes zero."""
     bounds = {row["ensemble"]: row["interval_95"]["error"] for row in results["results"] if "minus" in row["what"]}
     lower, higher = [k for k, (_, high) in bounds.items() if high < 0], [k for k, (low, _) in bounds.items() if low > 0]
-    text = f"λ={DIVERSITIES[1]:g} does not lower the error"
+    text = f"λ={DIVERSITIES[1]:g} does not lower the error significantly"
     if lower:
         text = f"λ={DIVERSITIES[1]:g} lowers the error of {', '.join(lower)}"
     if higher:

@@ -39,14 +39,14 @@ def common_runs(runs: pd.DataFrame, metric: str) -> pd.DataFrame:
     return runs[finished == runs["model"].nunique()]
 
 
-def interval(differences: pd.Series) -> tuple[float, float]:
-    """The 95 % interval of the mean, with tables as the unit."""
+def interval(differences: pd.Series, tests: int = 1) -> tuple[float, float]:
+    """The 95 % interval of the mean, with tables as the unit, joint for a number of tests (Bonferroni)."""
     estimate = mean_over_seeds(differences.to_numpy())
-    return (-math.inf, math.inf) if estimate is None else estimate.interval(0.05)
+    return (-math.inf, math.inf) if estimate is None else estimate.interval(0.05 / tests)
 
 
-def difference(differences: pd.Series) -> str:
-    low, high = interval(differences)
+def difference(differences: pd.Series, tests: int = 1) -> str:
+    low, high = interval(differences, tests)
     return f"{signed(differences.mean(), 4)} ({signed(low, 4)} to {signed(high, 4)})"
 
 
@@ -64,12 +64,13 @@ def section(runs: pd.DataFrame, metric: str) -> list[str]:
             name,
             f"{scores[name].mean():.4f}",
             f"{ranks[name]:.1f}",
-            "" if name == BASE else difference(scores[name] - scores[BASE]),
+            "" if name == BASE else difference(scores[name] - scores[BASE], len(names) - 1),
             *(f"{others.loc[name, column]:.3f}" for column in columns),
         ]
         for name in names
     ]
-    header = ["model", METRICS[metric], "mean rank", f"minus {BASE}'s (95 % interval)", *map(COLUMNS.get, columns)]
+    change = f"minus {BASE}'s (joint 95 % interval)"
+    header = ["model", METRICS[metric], "mean rank", change, *map(COLUMNS.get, columns)]
     by_table = [[str(table), *(f"{row[name]:.3f}" for name in names)] for table, row in scores.iterrows()]
     title = "Regression" if higher else "Classification"
     seeds = runs.groupby("table")["seed"].nunique()
@@ -126,13 +127,24 @@ def headline(scores: pd.DataFrame, metric: str) -> str:
     text += f" (old defaults: {scores[OLD].mean():.3f})" if OLD in scores else ""
     if not len(peers):
         return text + "."
-    intervals = {name: interval(scores[BASE] - scores[name]) for name in peers.index}
+    tests = len(scores.columns) - 1
+    intervals = {name: interval(scores[name] - scores[BASE], tests) for name in peers.index}
     low, high = intervals[peers.index[0]]
-    ties = [name for name, ends in intervals.items() if ends[0] <= 0 <= ends[1]]
+    less, more = ([name for name, ends in intervals.items() if test(ends)] for test in (_is_below, _is_above))
+    better, worse = (more, less) if higher else (less, more)
     return (
-        f"{text}. The best other model, {peers.index[0]}: {peers.iloc[0]:.3f} (95 % interval of the difference "
-        f"{signed(low, 3)} to {signed(high, 3)}). No significant difference from: {', '.join(ties) or 'none'}."
+        f"{text}. The best other model, {peers.index[0]}, has {peers.iloc[0]:.3f} (95 % interval of the difference "
+        f"{signed(low, 3)} to {signed(high, 3)}, corrected for {tests} models). Significantly worse: "
+        f"{', '.join(worse) or 'none'}; significantly better: {', '.join(better) or 'none'}."
     )
+
+
+def _is_below(ends: tuple[float, float]) -> bool:
+    return ends[1] < 0
+
+
+def _is_above(ends: tuple[float, float]) -> bool:
+    return ends[0] > 0
 
 
 def notes(results: dict[str, Any], runs: pd.DataFrame, auto: list[dict[str, Any]]) -> list[str]:
@@ -141,7 +153,8 @@ def notes(results: dict[str, Any], runs: pd.DataFrame, auto: list[dict[str, Any]
     lines = [
         f"At most {results['max_rows']:,} rows for training, all others (at most 5,000) for the scores; every model "
         "with its defaults, one thread and the same splits. Means over seeds, then over tables; intervals are paired, "
-        "with tables as the unit (t, 95 %, not corrected for the number of models). The targets compare CPU seconds. "
+        "with tables as the unit (t, 95 %), and joint for all models (Bonferroni); those of the targets are for one "
+        "comparison. The targets compare CPU seconds. "
         f"{results['jobs']} processes ran at a time ({place['cpu']}, torch {place['torch']}, commit "
         f"{place['commit']})."
     ]

@@ -106,8 +106,8 @@ def describe_largest(sets: dict[str, dict[str, Any]]) -> str:
     weak, wide = ([gain for width, gain in found if (width in "48") == small] for small in (True, False))
     return (
         f"- λ={largest:g} raises the cross entropy of members with 4 or 8 units in {sum(g < 0 for g in weak)} of "
-        f"{len(weak)} cells, by {-100 * max(weak):.0f} to {-100 * min(weak):.0f} %. It lowers that of wider ones in "
-        f"{sum(g > 0 for g in wide)} of {len(wide)}."
+        f"{len(weak)} cells, by {-100 * max(weak):.0f} to {-100 * min(weak):.0f} % (mean of all seeds). It lowers that "
+        f"of wider ones in {sum(g > 0 for g in wide)} of {len(wide)}."
     )
 
 
@@ -126,17 +126,18 @@ def early_section(sets: dict[str, dict[str, Any]]) -> list[str]:
                 better += fmean(cell["test"][0]) < min(fmean(row) for row in end["test"])
         lower = sum(cell["verdict"] == "lower" for cell in early["cells"])
         wide = [cell for cell in early["cells"] if fmean(cell["train"][0]) < 0.5 * fmean(cell["validation"][0])]
+        sizes = " or ".join(dict.fromkeys(f"{int(cell['limit']):,}" for cell in early["cells"]))
         lines.append(
-            f"- {title}, patience 10: λ lowers the cross entropy significantly in {lower} of {len(early['cells'])} "
-            "cells. In cells whose training loss is below half the validation loss, the mean gain is "
-            f"{-100 * fmean([cell['relative'] for cell in wide]):.1f} %."
+            f"- {title}, {sizes} images, patience 10: λ lowers the cross entropy significantly in {lower} of "
+            f"{len(early['cells'])} cells. In cells whose training loss is below half the validation loss, the mean "
+            f"gain is {-100 * fmean([cell['relative'] for cell in wide]):.1f} %."
         )
     if not lines:
         return []
     first = (
-        "λ also helps members that overfit, but early stopping helps more: "
-        f"in {better} of {both} such cells, λ=0 with early stopping has a lower cross entropy than "
-        "any λ without it."
+        "λ also helps members that overfit, but early stopping helps more. It was tried in "
+        f"{both} such cells: in {better} of them, λ=0 with early stopping has a lower mean cross entropy than any λ "
+        "without it."
     )
     return ["## With early stopping", first, "\n".join(lines)]
 
@@ -199,11 +200,11 @@ def regression_section() -> list[str]:
     return [
         "## Regression",
         f"**λ lowers the squared error of ten regressors significantly in {verdicts.count('lower')} of {len(cells)} "
-        f"cells, and raises it in {verdicts.count('higher')}.** At a false discovery rate of 5 %, "
+        f"cells, and raises it in {verdicts.count('higher')}.** At a false discovery rate of 5 % (t tests over seeds), "
         f"{count_discoveries({name: found[name] for name in REGRESSION})} of the {verdicts.count('lower')} remain. "
-        f"Where the rule below expects a gain ({len(advised)} cells), the error falls by {mean_gain(advised)} on "
-        f"average (median {median_gain(advised)}); in the {len(unseen)} of them in data not used for the rule, "
-        f"by {mean_gain(unseen)} (median {median_gain(unseen)}).",
+        f"The rule below expects a gain of at least {100 * WORTHWHILE:g} % in {len(advised)} cells. There the error "
+        f"falls by {mean_gain(advised)} on average (median {median_gain(advised)}). {len(unseen)} of them are in data "
+        f"not used for the rule, with a mean gain of {mean_gain(unseen)} (median {median_gain(unseen)}).",
         "\n".join(rows),
         "*Change in test mean squared error at the λ chosen on validation data, in percent. Bold: the cell's own 95 % "
         "interval, for new seeds (four) and new test samples, excludes zero.*",
@@ -247,14 +248,16 @@ def render(sets: dict[str, dict[str, Any]]) -> str:
     parts = [
         "# Where λ pays",
         f"**λ lowers the cross entropy of ten networks with fewer parameters than samples significantly in {lower_few} "
-        f"of {len(few)} cells, on average by {by_set}.** It also lowers it in {lower_more} of the other {len(more)} "
-        f"cells, by {mean_gain(more)}; but {len(overfit)} of these overfit, and there early stopping helps more. "
-        "A cell is one number of images and one width.",
+        f"of {len(few)} cells, on average by {by_set}.** A cell is one number of images and one width. λ also lowers "
+        f"it significantly in {lower_more} of the other {len(more)} cells, whose mean gain is {mean_gain(more)}. But "
+        f"{len(overfit)} of these {len(more)} overfit, and [early stopping](#with-early-stopping) helps such members "
+        "more.",
         "\n".join([*(summarize_gains(results) for results in sets.values()), describe_largest(sets)]),
         "![Change in test cross entropy at the chosen λ, in percent, by number of images and hidden units]"
         "(../figures/underfitting.svg)",
         "*Change in test cross entropy at the chosen λ, in percent. Star: the cell's own 95 % interval over four seeds "
-        f"excludes zero. Of these {lower} gains, {count_discoveries(sets)} remain at a false discovery rate of 5 %.*",
+        f"excludes zero. Of these {lower} gains, {count_discoveries(sets)} remain at a false discovery rate of 5 % (t "
+        "tests over seeds, Benjamini and Hochberg).*",
         "The gap between training and validation loss alone does not predict the gain:",
         "![Gain at the chosen λ against the ratio of training to validation loss at λ=0]"
         "(../figures/underfitting_gap.svg)",

@@ -186,7 +186,7 @@ def test_the_rule_of_one_training_is_for_classifiers_of_own_layers(
     for file in (tmp_path / "run" / "runs").glob("*.json"):
         file.write_text(json.dumps({**json.loads(file.read_text()), **run}))
     results = read_results(tmp_path / "run")
-    assert expectation(results, results.arms[0]).startswith(" Expected from λ=0 alone: ") == is_given
+    assert expectation(results, results.arms[0]).startswith(" Forecast from the runs at λ=0: ") == is_given
 
 
 @pytest.mark.parametrize(("best", "measured"), [(0.3, " Measured at λ=0.7: +{} %."), (0.7, "")])

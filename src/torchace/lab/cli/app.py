@@ -166,8 +166,9 @@ def report(
     page = write_report(directory, out)
     results = read_results(directory)
     print_table(rich_table(results, bold=console.is_terminal))
-    for sentence in summary_sentences(results):
-        print_line(sentence)
+    for sentence in (results.experiment.description, *summary_sentences(results)):
+        if sentence:
+            print_line(sentence)
     print_line(f"Report: {page}")
     for reason in results.damaged.values():
         print_error(f"Skipped: {reason} Delete the files of this run to train it again.")

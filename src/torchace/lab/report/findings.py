@@ -137,7 +137,7 @@ def expectation(results: Results, arm: ArmSummary) -> str:
         num_parameters=max(1, arm.parameters // arm.num_members),
         num_classes=len(data.classes) or None,
     )
-    text = f" Expected from λ=0 alone: {advice.sentence}"
+    text = f" Forecast from the runs at λ=0: {advice.sentence}"
     comparison, main = compare(results, arm, loss), headline(results, arm)
     found = comparison.at(advice.diversity) if comparison and main and main.diversity != advice.diversity else None
     if found is None:

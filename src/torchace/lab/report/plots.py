@@ -177,9 +177,8 @@ def _difference(results: Results) -> FigureSpec | None:
     title = f"{capitalize(metric.noun)}: change against λ=0"
     several = len(results.arms) > 1
     caption = (
-        f"Each λ against λ=0{' of the same arm' * several}, paired by seed; below the line is better. Bars: 95 % "
-        f"intervals that hold for all λ{' of an arm' * several} together; they cover {interval_coverage(tested)}. "
-        "Filled: significant."
+        f"Below the line: better than λ=0{' of the same arm' * several}. Filled: significant. Bars: 95 % intervals, "
+        f"paired by seed and joint for all λ{' of an arm' * several}; they cover {interval_coverage(tested)}."
     )
     height = HEIGHT + 0.2 * max(0, len(found) - 3)
     return FigureSpec(f"difference_{key}", "scores", title, caption, title, draw, height)
