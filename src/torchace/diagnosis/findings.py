@@ -113,19 +113,16 @@ def check_collapse(m: Measures) -> Finding:
 
 
 def check_diversity(m: Measures, train: Measures, num_parameters: int) -> Finding:
-    """Whether λ > 0 should pay, for an ensemble trained with λ=0."""
+    """Whether a search for λ is worth it, for an ensemble trained with λ=0."""
     advice = advise_diversity(
         train_loss=float(train.cross_entropy.mean()),
         validation_loss=float(m.cross_entropy.mean()),
         member_loss=float((m.member_weights @ m.member_cross_entropy).mean()),
-        disagreement=float(m.disagreement.mean()),
         num_samples=train.samples,
         num_parameters=num_parameters,
-        num_classes=m.num_classes,
     )
     action = f"Train with λ={advice.diversity:g}, or search λ on validation data." if advice.diversity else ""
-    numbers = {"diversity": advice.diversity, "expected_gain": advice.gain}
-    return Finding("diversity", "note" if action or advice.gain is None else "ok", advice.sentence, action, numbers)
+    return Finding("diversity", "note", advice.sentence, action, {"diversity": advice.diversity})
 
 
 def check_copies(m: Measures) -> Finding:

@@ -186,17 +186,19 @@ def test_the_rule_of_one_training_is_for_classifiers_of_own_layers(
     for file in (tmp_path / "run" / "runs").glob("*.json"):
         file.write_text(json.dumps({**json.loads(file.read_text()), **run}))
     results = read_results(tmp_path / "run")
-    assert expectation(results, results.arms[0]).startswith(" Forecast from the runs at λ=0: ") == is_given
+    assert expectation(results, results.arms[0]).startswith(" Rule of thumb: search λ") == is_given
 
 
-@pytest.mark.parametrize(("best", "measured"), [(0.3, " Measured at λ=0.7: +{} %."), (0.7, "")])
-def test_an_expected_gain_stands_beside_the_measured_one(tmp_path: Path, best: float, measured: str) -> None:
+@pytest.mark.parametrize(("best", "measured"), [(0.7, " Measured at λ=0.3: {} %."), (0.3, "")])
+def test_a_predicted_gain_stands_beside_the_measured_one(tmp_path: Path, best: float, measured: str) -> None:
     changes = {"validation": 5000, "classes": list("abcdefghij")}
     results = _swept(tmp_path, lambda d: 0.2 + (d - best) ** 2 * (1 + d), lambda d: 0.04, **changes)
     arm, text = results.arms[0], expectation(results, results.arms[0])
-    zero, there = (sum(results.values(arm, d, "cross_entropy").values()) for d in (0.0, 0.7))
-    assert " λ=0.7 should lower the cross entropy by about " in text
-    assert text.partition("training sample.")[2] == measured.format(f"{100 * (there / zero - 1):.1f}")
+    zero, there = (sum(results.values(arm, d, "cross_entropy").values()) for d in (0.0, 0.3))
+    assert " search λ on validation data, from λ=0.3: " in text
+    assert text.partition("training samples.")[2] == measured.format(
+        f"{100 * (there / zero - 1):.1f}".replace("-", "−")
+    )
 
 
 def test_arms_with_data_of_their_own(tmp_path: Path) -> None:

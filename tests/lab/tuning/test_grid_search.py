@@ -301,7 +301,7 @@ def test_the_model_with_no_diversity_gives_the_time_of_the_search() -> None:
         def on_estimate(self, seconds: float) -> None:
             seen.append(seconds)
 
-    baseline = FitScores(train=0.5, validation=0.6, member=0.7, disagreement=0.1, num_samples=96, seconds=3.0)
+    baseline = FitScores(train=0.5, validation=0.6, member=0.7, num_samples=96, seconds=3.0)
     searched, whole = run_search(baseline=baseline, callback=Recorder()), run_search(callback=Recorder())
     # 48 of 96 samples: half of 3 s for each of 3 λ and two more in round 2, two seeds, and 2 x 3 fresh ones
     assert seen == [pytest.approx(1.5 * (5 * 2 + 6))]

@@ -112,10 +112,9 @@ def other_gains(results: Results, arm: ArmSummary) -> str:
 
 
 def expectation(results: Results, arm: ArmSummary) -> str:
-    """Return what the runs at λ=0 let expect of λ; empty for shared layers, or without validation data."""
+    """Return what the rule of `advise_diversity` says; empty for shared layers, or without validation data."""
     loss = results.task.loss
-    keys = (loss, f"member_{loss}", *(() if loss == "mse" else ("disagreement",)))
-    validation = [list(results.values(arm, 0.0, key, "validation").values()) for key in keys]
+    validation = [list(results.values(arm, 0.0, key, "validation").values()) for key in (loss, f"member_{loss}")]
     config = results.experiment.config
     arms = config["arms"] if isinstance(config.get("arms"), list) else []
     models = [section.get("model") for section in (config, *arms) if isinstance(section, dict)]
@@ -127,17 +126,16 @@ def expectation(results: Results, arm: ArmSummary) -> str:
     data = results.arm_data(arm)
     if not all([train, data.train, len(data.classes) != 1, *validation]):
         return ""
-    validation_loss, member_loss, *disagreement = (math.fsum(values) / len(values) for values in validation)
+    validation_loss, member_loss = (math.fsum(values) / len(values) for values in validation)
     advice = advise_diversity(
         train_loss=math.fsum(train) / len(train),
         validation_loss=validation_loss,
         member_loss=member_loss,
-        disagreement=next(iter(disagreement), None),
         num_samples=data.train,
         num_parameters=max(1, arm.parameters // arm.num_members),
-        num_classes=len(data.classes) or None,
+        task=results.task.name,
     )
-    text = f" Forecast from the runs at λ=0: {advice.sentence}"
+    text = f" Rule of thumb: {advice.sentence[0].lower()}{advice.sentence[1:]}"
     comparison, main = compare(results, arm, loss), headline(results, arm)
     found = comparison.at(advice.diversity) if comparison and main and main.diversity != advice.diversity else None
     if found is None:

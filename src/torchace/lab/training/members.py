@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from torchace.functional import disagreement
 from torchace.lab.data import Batches, Split, hashed_key
 from torchace.lab.data.folds import NUM_FOLDS
 from torchace.lab.data.rng import use_seed
@@ -202,7 +201,6 @@ class FitScores:
     train: float  # the ensemble's, on training samples
     validation: float  # the same on samples left out
     member: float  # its members' mean
-    disagreement: float  # of its members
     num_samples: int  # that trained each member
     seconds: float
 
@@ -220,12 +218,12 @@ def score_fit(
     None if no two members share a training sample, as two members that leave out one half each.
 
     Few members leave out the same fold. The whole ensemble's loss on left-out samples is then estimated as that of its
-    members, less what averaging gains on training samples; their disagreement is that on training samples, too.
+    members, less what averaging gains on training samples.
     """
     every = torch.ones(trained.plan.num_members, dtype=torch.bool)
     if folds is None or validation is not None:
         assert validation is not None
-        loss, member, differ = _mean_scores(trained, [(validation, every)])
+        loss, member = _mean_scores(trained, [(validation, every)])
         train_loss, num_samples = _mean_scores(trained, [(train, every)])[0], len(train)
     else:
         inside, outside = [], []
@@ -236,22 +234,21 @@ def score_fit(
             outside += [(part, left_out)] if len(part) and left_out.any() else []
         if not inside:
             return None
-        train_loss, train_member, differ = _mean_scores(trained, inside)
+        train_loss, train_member = _mean_scores(trained, inside)
         member = _mean_scores(trained, outside)[1]
         loss, num_samples = member - (train_member - train_loss), round(len(train) * (1 - 1 / NUM_FOLDS))
-    return FitScores(train_loss, loss, member, differ, num_samples, trained.fitted.seconds)
+    return FitScores(train_loss, loss, member, num_samples, trained.fitted.seconds)
 
 
 def _mean_scores(trained: TrainedGroup, parts: Sequence[tuple[Split, Tensor]]) -> list[float]:
-    """Mean loss of some members' ensemble, their mean loss and disagreement, over samples with their members `(K,)`."""
+    """Mean loss of some members' ensemble, and their mean loss, over samples with their members `(K,)`."""
     score, rows, weights = TASKS[trained.plan.task].scores, [], []
     for split, members in parts:
         y = split.y.cpu()
         for logits in trained.logits(0, split.x):
             target, y = y.tensor_split([logits.shape[1]])
             z = logits[members]
-            values = score(z[None], target)[0], score(z.unsqueeze(1), target).mean(0), disagreement(z, reduction="none")
-            rows.append(torch.stack(values))
+            rows.append(torch.stack((score(z[None], target)[0], score(z.unsqueeze(1), target).mean(0))))
         weights.append(torch.ones(len(split)) if split.weight is None else split.weight.cpu())
     return mean_over_samples(torch.cat(rows, 1), torch.cat(weights).double()).tolist()
 

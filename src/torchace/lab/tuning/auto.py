@@ -54,14 +54,12 @@ class ZeroDiversity:
             return "The members overfit, and λ does not help against that."
         if plan.has_shared_weights:
             return ""
-        is_regression = plan.task == "regression"
         advice = advise_diversity(
             train_loss=scores.train,
             validation_loss=scores.validation,
             member_loss=scores.member,
-            disagreement=None if is_regression else scores.disagreement,
             num_samples=scores.num_samples,
             num_parameters=plan.count_parameters(self.num_features, self.num_outputs),
-            num_classes=None if is_regression else self.num_outputs,
+            task=plan.task,
         )
         return "" if advice.diversity else advice.sentence

@@ -1,0 +1,17 @@
+"""The synthetic table."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchace.lab.data.synthetic import synthetic_table
+
+
+def test_tables_of_any_size_have_the_same_test_samples() -> None:
+    (many_x, many_y), (test_x, test_y) = synthetic_table(600, num_classes=4, num_test=300)
+    (few_x, few_y), (same_x, same_y) = synthetic_table(50, num_classes=4, num_test=300)
+    assert many_x.shape == (600, 20) and test_x.shape == (300, 20) and many_x.dtype == np.float32
+    assert np.array_equal(test_x, same_x) and np.array_equal(test_y, same_y)
+    assert np.array_equal(many_x[:50], few_x) and np.array_equal(many_y[:50], few_y)
+    assert set(test_y) == set(range(4))
+    assert not {row.tobytes() for row in many_x} & {row.tobytes() for row in test_x}
