@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 OVERFIT = 0.25  # training loss relative to the validation loss; below it, members overfit
-LEAST_AMBIGUITY = 0.01  # relative gain from averaging, which λ enlarges
+LEAST_GAIN = 0.01  # least part of the members' loss that averaging removes; λ enlarges this gain
 MANY_SAMPLES = 5000  # of a classification: with fewer, λ raises the loss about as often as it lowers it
 UNDERFIT, SAMPLES_PER_PARAMETER = 0.5, 2  # of a regression: least relative training loss, fewest samples per parameter
 DIVERSITIES = {"classification": 0.3, "regression": 0.7}  # λ to start with
@@ -80,10 +80,10 @@ def advise_diversity(
             f"Stop earlier before trying λ: at λ=0 the {noun} is {train_loss:.3g} on the training and "
             f"{validation_loss:.3g} on the validation samples, so the members overfit.",
         )
-    ambiguity = max(0.0, member_loss / validation_loss - 1) if validation_loss > 0 else 0.0
-    averaging = f"averaging lowers the members' {noun} by {100 * ambiguity / (1 + ambiguity):.1f} %"
+    gain = max(0.0, 1 - validation_loss / member_loss) if member_loss > 0 else 0.0
+    averaging = f"averaging lowers the members' {noun} by {100 * gain:.1f} %"
     why = ""
-    if ambiguity < LEAST_AMBIGUITY:
+    if gain < LEAST_GAIN:
         why = f"{averaging}, and λ enlarges only this gain"
     elif task == "classification" and num_samples < MANY_SAMPLES:
         why = f"with fewer than {MANY_SAMPLES:,} training samples, it raises the {noun} about as often as it lowers it"
