@@ -10,8 +10,8 @@ from torchace.lab.data.synthetic import synthetic_table
 def test_tables_of_any_size_have_the_same_test_samples() -> None:
     (many_x, many_y), (test_x, test_y) = synthetic_table(600, num_classes=4, num_test=300)
     (few_x, few_y), (same_x, same_y) = synthetic_table(50, num_classes=4, num_test=300)
-    assert many_x.shape == (600, 20) and test_x.shape == (300, 20) and many_x.dtype == np.float32
-    assert np.array_equal(test_x, same_x) and np.array_equal(test_y, same_y)
-    assert np.array_equal(many_x[:50], few_x) and np.array_equal(many_y[:50], few_y)
+    assert (many_x.shape, test_x.shape, many_x.dtype) == ((600, 20), (300, 20), np.float32)
+    pairs = ((test_x, same_x), (test_y, same_y), (many_x[:50], few_x), (many_y[:50], few_y))
+    assert all(np.array_equal(one, other) for one, other in pairs)
     assert set(test_y) == set(range(4))
     assert not {row.tobytes() for row in many_x} & {row.tobytes() for row in test_x}

@@ -119,7 +119,7 @@ class Estimator(FittedEstimator):
             if plan.patience is not None or (is_auto and len(samples) >= MIN_FOLD_ROWS):
                 groups = None if groups is None else np.asarray(groups)[used]
                 blocks = number_blocks(raw_matrix(self._encoding, table[used]), weight=samples.weight, groups=groups)
-            self.tuning_, self.diversity_ = None, self._first_diversity()
+            self.tuning_, self.diversity_ = None, 0.0 if is_auto else float(self.diversity)
             fitted = self._train(plan, seed, **self._stopping(plan, samples, blocks, seed), scored=is_auto)
             if is_auto:
                 self.tuning_ = search_diversity(self, plan, samples, blocks, seed, fitted.scores)
@@ -174,7 +174,8 @@ class Estimator(FittedEstimator):
         if first:
             plan = replace(self._plan(), precision=precision_of(table))
             self._state = TrainingState(_draw_seed(self.random_state), plan)
-            self.tuning_, self.history_, self.diversity_ = None, [], self._first_diversity()
+            self.tuning_, self.history_ = None, []
+            self.diversity_ = 0.0 if self.diversity == "auto" else float(self.diversity)
             self.oof_predictions_, self._residuals = None, None
             self._learn_scales(table, y, weight)
             shape = (self._encoding.num_features, self._num_outputs)
@@ -217,10 +218,6 @@ class Estimator(FittedEstimator):
         self.oof_score_ = None if held_out is None else held_out.score
         self._residual_variance = None if held_out is None else held_out.variance
         return fitted
-
-    def _first_diversity(self) -> float:
-        """λ before a search."""
-        return 0.0 if self.diversity == "auto" else float(self.diversity)
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
