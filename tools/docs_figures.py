@@ -11,6 +11,7 @@ import functools
 import io
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -291,6 +292,26 @@ def underfitting_gap(narrow: bool) -> Figure:
     return figure
 
 
+def underfitting_samples(narrow: bool) -> Figure:
+    """Gain at the chosen λ against the number of training samples, in all data that do not overfit."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    import underfitting_rule as rules
+
+    figure, (ax,) = panels(1, 3.2, narrow)
+    for is_table, label, marker, color in ((False, "images, signals, text", "o", BLUE), (True, "tables", "s", ORANGE)):
+        files = [rules.read(name) for name in rules.KNOWN | rules.NEW if name.startswith(rules.PERCEPTION) != is_table]
+        cells = [cell for results in files for cell in results["cells"] if not rules.overfits(cell)]
+        gains = [-100 * cell["relative"] for cell in cells]
+        ax.scatter([cell["n"] for cell in cells], gains, 18, color, marker=marker, alpha=0.6, label=label, linewidths=0)
+    ax.axhline(0, color=INK, linewidth=1)
+    ax.axvline(rules.MANY_SAMPLES, color=INK, linestyle="--", linewidth=1)
+    ax.set(xscale="log", xlabel="training samples", ylabel="gain, % of cross entropy")
+    ax.set_xticks([300, 1000, 5000, 20_000, 60_000], ["300", "1,000", "5,000", "20,000", "60,000"])
+    ax.minorticks_off()
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, labelcolor=INK)
+    return figure
+
+
 UNDERFITTING = {"underfitting_mnist": "MNIST", "underfitting_fashion_mnist": "Fashion-MNIST"}
 
 
@@ -347,6 +368,7 @@ FIGURES: dict[str, Callable[[bool], Figure]] = {
     "heads": heads,
     "underfitting": underfitting,
     "underfitting_gap": underfitting_gap,
+    "underfitting_samples": underfitting_samples,
     "table2_short": functools.partial(cross_entropies, "table2_short", without="attached"),
     "table2_short_ablation": functools.partial(cross_entropies, "table2_short"),
     **{name: functools.partial(cross_entropies, name) for name in ("small_members", "table1", "branched")},
