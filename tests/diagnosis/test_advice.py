@@ -16,21 +16,21 @@ UNDERFITTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("task", "changes", "diversity", "sentence"), [
-    ("classification", {}, 0.3, "Search λ on validation data, from λ=0.3: averaging lowers the members' cross entropy "
+    ("classification", {}, 0.3, "Search λ on validation data, from λ=0.3. Averaging lowers the members' cross entropy "
      "by 20.0 %, the members do not overfit, and there are at least 5,000 training samples."),
     ("classification", {"train_loss": 0.25, "num_parameters": 10_000_000, "member_loss": 1.0102}, 0.3, "Search λ on"),
-    ("classification", {"member_loss": 1.009}, 0.0, "No gain from λ > 0 can be predicted: averaging lowers the "
+    ("classification", {"member_loss": 1.009}, 0.0, "No gain from λ > 0 can be predicted. Averaging lowers the "
      "members' cross entropy by 0.9 %, and λ enlarges only this gain."),
-    ("classification", {"num_samples": 4999}, 0.0, "No gain from λ > 0 can be predicted: with fewer than 5,000 "),
+    ("classification", {"num_samples": 4999}, 0.0, "No gain from λ > 0 can be predicted. With fewer than 5,000 "),
     ("classification", {"train_loss": 0.249}, 0.0, "Stop earlier before trying λ: at λ=0 the cross entropy is 0.249 "),
     ("classification", {"train_loss": 0.0, "validation_loss": 0.0, "member_loss": 0.0}, 0.0, "No gain from λ > 0 can "),
-    ("regression", {}, 0.7, "Search λ on validation data, from λ=0.7: averaging lowers the members' mean squared error "
+    ("regression", {}, 0.7, "Search λ on validation data, from λ=0.7. Averaging lowers the members' mean squared error "
      "by 20.0 %, the members do not overfit, and there are 2 or more training samples for each parameter."),
     ("regression", {"num_samples": 100, "num_parameters": 50}, 0.7, "Search λ on validation data"),
-    ("regression", {"member_loss": 0.9}, 0.0, "No gain from λ > 0 can be predicted: averaging lowers the members' "
+    ("regression", {"member_loss": 0.9}, 0.0, "No gain from λ > 0 can be predicted. Averaging lowers the members' "
      "mean squared error by 0.0 %"),
-    ("regression", {"num_samples": 4999}, 0.0, "No gain from λ > 0 can be predicted: there are fewer than 2 tr"),
-    ("regression", {"train_loss": 0.499}, 0.0, "No gain from λ > 0 can be predicted: the mean squared error on"),
+    ("regression", {"num_samples": 4999}, 0.0, "No gain from λ > 0 can be predicted. There are fewer than 2 tr"),
+    ("regression", {"train_loss": 0.499}, 0.0, "No gain from λ > 0 can be predicted. The mean squared error on"),
     ("regression", {"train_loss": 0.249}, 0.0, "Stop earlier before trying λ: at λ=0 the mean squared error is 0.249"),
 ])  # fmt: skip
 def test_the_advice_follows_from_losses_and_samples(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 OVERFIT = 0.25  # training loss relative to the validation loss; below it, members overfit
 LEAST_GAIN = 0.01  # least part of the members' loss that averaging removes; λ enlarges this gain
-MANY_SAMPLES = 5000  # of a classification: with fewer, λ raises the loss about as often as it lowers it
+MANY_SAMPLES = 5000  # of a classification: with fewer, λ often raises the loss
 UNDERFIT, SAMPLES_PER_PARAMETER = 0.5, 2  # of a regression: least relative training loss, fewest samples per parameter
 DIVERSITIES = {"classification": 0.3, "regression": 0.7}  # λ to start with
 
@@ -81,20 +81,20 @@ def advise_diversity(
             f"{validation_loss:.3g} on the validation samples, so the members overfit.",
         )
     gain = max(0.0, 1 - validation_loss / member_loss) if member_loss > 0 else 0.0
-    averaging = f"averaging lowers the members' {noun} by {100 * gain:.1f} %"
+    averaging = f"Averaging lowers the members' {noun} by {100 * gain:.1f} %"
     why = ""
     if gain < LEAST_GAIN:
         why = f"{averaging}, and λ enlarges only this gain"
     elif task == "classification" and num_samples < MANY_SAMPLES:
-        why = f"with fewer than {MANY_SAMPLES:,} training samples, it raises the {noun} about as often as it lowers it"
+        why = f"With fewer than {MANY_SAMPLES:,} training samples, it often raises the {noun}"
     elif task == "regression" and num_samples < SAMPLES_PER_PARAMETER * num_parameters:
-        why = f"there are fewer than {SAMPLES_PER_PARAMETER} training samples for each parameter of a member"
+        why = f"There are fewer than {SAMPLES_PER_PARAMETER} training samples for each parameter of a member"
     elif task == "regression" and train_loss < UNDERFIT * validation_loss:
-        why = f"the {noun} on the training samples is below half of that on the validation samples"
+        why = f"The {noun} on the training samples is below half of that on the validation samples"
     if why:
-        return DiversityAdvice(0.0, f"No gain from λ > 0 can be predicted: {why}.")
+        return DiversityAdvice(0.0, f"No gain from λ > 0 can be predicted. {why}.")
     diversity = DIVERSITIES[task]
     why = f"{averaging}, the members do not overfit, and there are "
     why += f"at least {MANY_SAMPLES:,}" if task == "classification" else f"{SAMPLES_PER_PARAMETER} or more"
     why += " training samples" if task == "classification" else " training samples for each parameter"
-    return DiversityAdvice(diversity, f"Search λ on validation data, from λ={diversity:g}: {why}.")
+    return DiversityAdvice(diversity, f"Search λ on validation data, from λ={diversity:g}. {why}.")

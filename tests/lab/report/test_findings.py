@@ -195,7 +195,7 @@ def test_a_predicted_gain_stands_beside_the_measured_one(tmp_path: Path, best: f
     results = _swept(tmp_path, lambda d: 0.2 + (d - best) ** 2 * (1 + d), lambda d: 0.04, **changes)
     arm, text = results.arms[0], expectation(results, results.arms[0])
     zero, there = (sum(results.values(arm, d, "cross_entropy").values()) for d in (0.0, 0.3))
-    assert " search λ on validation data, from λ=0.3: " in text
+    assert " search λ on validation data, from λ=0.3. " in text
     assert text.partition("training samples.")[2] == measured.format(
         f"{100 * (there / zero - 1):.1f}".replace("-", "−")
     )
