@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
@@ -23,7 +24,8 @@ from tests.support.processes import team
 from torchace.functional import amended_cross_entropy
 from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble, adapt
 from torchace.nn import stacked as stacked_module
-from torchace.nn.stacking import MemberRNG
+from torchace.nn.stacked_state import named_tensors
+from torchace.nn.stacking import MemberRNG, run_stacked_in_graph
 
 K, N, CLASSES = 3, 8, 4
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64; batched products add in another order
@@ -295,6 +297,17 @@ def test_a_first_call_that_is_transformed_equals_an_eager_one(name: str, adapted
         gradients = {key: parameter.grad for key, parameter in state.items()}
     for key, parameter in eager.named_parameters():
         torch.testing.assert_close(gradients[key], parameter.grad, **EXACT)
+
+
+def test_a_node_of_a_graph_compares_members_with_values() -> None:
+    """As torch before 2.13 runs it: `torch.compiler.is_compiling()` is False there."""
+    stacked = StackedEnsemble([_WithFunction() for _ in range(K)])
+    with FakeTensorMode() as mode:
+        state = {name: mode.from_tensor(tensor) for name, tensor in named_tensors(stacked.stacked).items()}
+        x = mode.from_tensor(torch.zeros(N, 6))
+        modes = tuple(layer.training for layer in stacked.stacked.modules())
+        assert run_stacked_in_graph(stacked._token, modes, False, [x], {}, state, None).shape == (K, N, CLASSES)
+    assert not stacked.explain().call_by_call
 
 
 NEEDY = {  # inputs for which random numbers may be no input at all
