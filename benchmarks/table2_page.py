@@ -29,8 +29,8 @@ PROVENANCE = (
     "λ = 0.001, 0.01 and 0.3 of seeds 0 and 1 at commit 32c3c84 on 2026-11-16, with torchace 0.1.0 and hand-written "
     "convolutions that later versions replaced by grouped ones. Of seed 2, λ = 0, 0.05, 0.1 and 0.5 were trained at "
     "commit 53096bc on 2026-11-18, the other columns at commit df0c2cd on 2026-11-19, with torchace 0.2.0 and grouped "
-    "convolutions, four and five runs at once in 1,352 and 1,454 seconds. Its K=1 was trained as ten heads that start "
-    "equal and stay equal (`benchmarks/table2_runs.py`), to share a network with the others."
+    "convolutions, four and five runs at once in 1,352 and 1,454 seconds. K=1 of seed 2 was trained as ten heads that "
+    "start equal and stay equal (`benchmarks/table2_runs.py`), to share a network with the others."
 )
 
 

@@ -190,7 +190,7 @@ def search_aims(auto: list[dict[str, Any]], earlier: pd.DataFrame) -> tuple[list
         counts = ", ".join(f"λ={value:g} in {count}" for value, count in chosen.value_counts().sort_index().items())
         texts.append(f"{counts} of {len(chosen)} fits, at {ratios[-1]:.2f} times the CPU time of a fit with λ=0")
     full = earlier[earlier["model"] == FULL]["diversity"]
-    text = f'`diversity="auto"`, the default, chose {texts[0]}: a rule ends it where no gain is expected. '
+    text = f'`diversity="auto"`, the default, chose {texts[0]}: a rule ends it where no gain is predicted. '
     for results, more in zip(auto[1:], texts[1:], strict=True):
         text += f"With up to {results['max_rows']:,} training rows: {more}. "
     text += f"The full search of commit fe38b40 chose λ=0 in {(full == 0).sum()} of {len(full)} fits."

@@ -43,9 +43,10 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             alone. With shared weights nothing is out of fold: folds only stop the training, and `temperature_` and
             `oof_score_` come from a hold-out of `validation_fraction`.
         hidden: Width of the hidden layer, or a tuple of widths.
-        diversity: λ in [0, 1], or `"auto"`: 0 unless the members trained with it underfit and a search on held-out
-            samples finds a significant gain (see `tuning_`). No search for fewer than 200 samples, several labels per
-            sample, and `partial_fit`. With `early_stopping=False` the search alone decides.
+        diversity: λ in [0, 1], or `"auto"`: 0 unless `advise_diversity` advises a search and this finds a significant
+            gain on held-out samples (see `tuning_`). No search for fewer than 200 samples, several labels per sample,
+            and `partial_fit`. Without this advice, `early_stopping=False` searches, and so do shared members that do
+            not overfit.
         encoding: Encoding of numbers. `"standard"`: mean 0, standard deviation 1. `"robust"`: median 0, interquartile
             range 1, outliers bounded smoothly, two-valued columns 0 and 1. `"piecewise"`: the same, plus bins between
             quantiles, or between all levels of a column with few, such as a count. `"auto"`: `"piecewise"`, or

@@ -45,7 +45,7 @@ def diagnose(
         member_weights: The paper's α, `(K,)`; uniform if None.
         class_names: A name for each class.
         num_parameters: Number of parameters of one member of an ensemble trained with λ=0; with the logits of all
-            training samples, adds whether λ > 0 should pay (`advise_diversity`).
+            training samples, adds whether a search for λ is worth it (`advise_diversity`).
 
     Returns:
         A `Diagnosis`: `print` it, read its `findings` and `numbers`, or `save` it with its figures.

@@ -121,7 +121,7 @@ def check_diversity(m: Measures, train: Measures, num_parameters: int) -> Findin
         num_samples=train.samples,
         num_parameters=num_parameters,
     )
-    action = f"Train with λ={advice.diversity:g}, or search λ on validation data." if advice.diversity else ""
+    action = f"Compare λ={advice.diversity:g} with λ=0 over several seeds." if advice.diversity else ""
     return Finding("diversity", "note", advice.sentence, action, {"diversity": advice.diversity})
 
 

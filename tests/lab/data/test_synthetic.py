@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from torchace.lab.data.synthetic import synthetic_table
 
@@ -15,3 +16,9 @@ def test_tables_of_any_size_have_the_same_test_samples() -> None:
     assert all(np.array_equal(one, other) for one, other in pairs)
     assert set(test_y) == set(range(4))
     assert not {row.tobytes() for row in many_x} & {row.tobytes() for row in test_x}
+
+
+@pytest.mark.parametrize("num_samples", [0, -5, 20_001])
+def test_a_table_cannot_have_every_size(num_samples: int) -> None:
+    with pytest.raises(ValueError, match=f"Expected `num_samples` to be from 1 to 20,000, but got {num_samples}"):
+        synthetic_table(num_samples)

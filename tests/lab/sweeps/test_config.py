@@ -175,6 +175,17 @@ def test_overrides(override: str, section: str, key: str, value: Any) -> None:
     assert getattr(getattr(load_experiment("digits", [override]), section), key) == value
 
 
+@pytest.mark.parametrize("override", ["data.arguments.num_samples=1000", "data.arguments={num_classes=3}"])
+def test_an_override_that_every_arm_replaces_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"has no effect: every arm sets data\.arguments itself"):
+        load_experiment("demo", [override])
+
+
+def test_overrides_of_other_settings_reach_every_arm() -> None:
+    arms = load_experiment("demo", ["data.limit=300", "train.steps=5", "model.hidden=[3]"]).complete_arms()
+    assert [(arm.data.limit, arm.train.steps, arm.model.hidden) for arm in arms] == [(300, 5, [3])] * 2
+
+
 def test_later_overrides_win_and_strings_may_contain_spaces() -> None:
     experiment = load_experiment("digits", ["train.epochs=5", "train.epochs=6", "title=What the knob = does"])
     assert experiment.train.epochs == 6

@@ -24,7 +24,7 @@ class _EstimatePrinter(SearchCallback):
 def search_diversity(
     estimator: Any, plan: MemberPlan, samples: Split, blocks: Tensor | None, seed: int, scores: FitScores | None
 ) -> TunedDiversity:
-    """Choose λ on one held-out part and measure its gain on another, unless the scores of λ=0 let expect none.
+    """Choose λ on one held-out part and measure its gain on another, unless the rule predicts none.
 
     At most `MAX_SEARCH_ROWS` samples are used. No part splits one of the `blocks` (see `number_blocks`).
     """

@@ -59,6 +59,7 @@ def load_experiment(
     content.setdefault("name", name)
     for override in overrides:
         _override(content, override)
+        _check_arms(content, override)
     if seeds is not None:
         _override(content, f"sweep.seeds={list(seeds)}")
     return parse_experiment(content, source)
@@ -109,6 +110,19 @@ def _override(content: dict[str, Any], override: str) -> None:
     section[name] = parsed
     if sections == ["train"] and name in ("epochs", "steps"):  # one length replaces the other
         section.pop("steps" if name == "epochs" else "epochs", None)
+
+
+def _check_arms(content: dict[str, Any], override: str) -> None:
+    """Refuse an override without effect, because every arm has a value of its own."""
+    section, _, key = override.partition("=")[0].replace(" ", "").partition(".")
+    arms, name = content.get("arms"), key.partition(".")[0]
+    if not key or not isinstance(arms, list) or not arms:
+        return
+    own = [arm.get(section) for arm in arms if isinstance(arm, dict)]
+    if len(own) == len(arms) and all(isinstance(values, dict) and name in values for values in own):
+        raise ConfigError(
+            f"--set {override} has no effect: every arm sets {section}.{name} itself. Change the arms in a TOML file."
+        )
 
 
 @cache

@@ -198,7 +198,7 @@ class TableFit:
         store.write_result(result, arrays)  # marks the run as finished
 
     def _search(self, fitted: FittedEnsemble, callback: SearchCallback, stop: Callable[[], bool]) -> TunedDiversity:
-        """Search λ, unless the model with λ=0 lets expect no gain."""
+        """Search λ, unless the rule of `advise_diversity` predicts no gain."""
         table, scores = self.table, fitted.scores
         scores = None if scores is None else scores.scaled(table.target_variance)
         size = len(table.train) + len(table.validation)

@@ -67,7 +67,7 @@ def fit_ensemble(
         folds: Fold of each sample, `(N,)`: member k leaves out fold k mod 5, and these samples stop the training.
         validation: Samples that give the temperature and the score, and stop the training unless there are folds.
         refit: Samples of a second training for the best number of epochs.
-        scored: Whether to score it for `expects_gain`.
+        scored: Whether to score it for `advise_diversity`.
         options: Options of `train_members`.
     """
     split = None if folds is None else FoldSplit.make(samples, folds, plan.num_members)

@@ -38,7 +38,7 @@ class ZeroDiversity:
         )
 
     def reason(self) -> str:
-        """Why a search is not possible, or a gain not expected; empty for a search."""
+        """Why a search is not possible, or no gain is predicted; empty for a search."""
         plan, scores = self.plan, self.scores
         if plan.num_members == 1:
             return "One member cannot differ from others."
@@ -51,7 +51,7 @@ class ZeroDiversity:
         if scores is None:
             return ""
         if is_overfit(scores.train, scores.validation):
-            return "The members overfit, and λ does not help against that."
+            return "The members overfit. Beside early stopping, λ adds little."
         if plan.has_shared_weights:
             return ""
         advice = advise_diversity(
