@@ -224,6 +224,6 @@ def describe_hits() -> str:
         f"{MANY_SAMPLES:,} samples was fixed together with nine data sets, before they were trained (commit f6f36c3e). "
         f"{NUMBERS[len(NEW)]} had finished at the time fixed there. With this condition alone, the rule is right in "
         f"{plain} of their {new.judged} cells, and «never» in {new.judged - new.pays}. An earlier formula (below) is "
-        "right in 18, and both conditions together in 20 (commit 3b1835a9). The condition on averaging came after these "
-        f"runs; with it, the rule is right in {new.right}. So only new data can test the whole rule."
+        "right in 18, and both conditions together in 20 (commit 3b1835a9). The condition on averaging came after "
+        f"these runs; with it, the rule is right in {new.right}. So only new data can test the whole rule."
     )
