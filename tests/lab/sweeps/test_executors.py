@@ -34,7 +34,7 @@ class Scale(nn.Module):
         return x * self.scale
 """
 SCRIPT = """
-import json, os, sys
+import json, os, pathlib, sys
 import torch
 from torch import nn
 import torchace as ace
@@ -64,8 +64,14 @@ if __name__ == "__main__":
             batch_size=20, learning_rate=[0.01, 0.1], precision="float64", transform=double, device="cpu", group_size=4,
             callbacks=[epochs], **options
         )
+        rank, gone = os.environ.get("RANK"), pathlib.Path(f"gone-{len(found)}")
+        while rank == "1" and not gone.exists():  # the first rank has finished with its result
+            pass
         frame = result.to_frame().sort_values(["learning_rate", "diversity", "seed"])
         found.append([frame.cross_entropy.tolist(), sorted(epochs.seen)])
+        if rank == "0":
+            del result
+            gone.touch()
         epochs.seen.clear()
     rank = os.environ.get("RANK", "0")
     with open(f"found-{rank}.json", "w") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import tempfile
 import threading
@@ -29,7 +30,7 @@ from torchace.lab.sweeps.executor import make_executor, process_group
 from torchace.lab.sweeps.fingerprint import object_name
 from torchace.lab.sweeps.result import SweepResult
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.training.distributed import is_launched
+from torchace.lab.training.distributed import all_gather, is_launched
 from torchace.lab.training.loop import Interrupted
 
 MAX_SEEDS = 10_000  # as a number; a longer list is possible
@@ -225,16 +226,21 @@ def _run(
     if parallel is not None and not is_launched():
         raise ConfigError(f"parallel={parallel!r} needs several processes: torchrun --nproc-per-node=N script.py.")
     with process_group(parallel) as rank:  # None: a single process
-        temporary = out is None and not rank
-        directory = Path(tempfile.mkdtemp(prefix="torchace-sweep-")) if temporary else Path(out or "")
-        result = SweepResult(directory, components, temporary=temporary)
+        directory = Path(tempfile.mkdtemp(prefix="torchace-sweep-") if out is None else out)
+        result = SweepResult(directory, components, temporary=out is None)
         try:
             with make_executor(experiment, device, ray=ray, parallel=parallel, rank=rank) as executor:
-                result.directory = directory = Path(executor.broadcast(str(directory)))
+                directory = Path(executor.broadcast(str(directory)))
                 callback = make_callbacks(() if rank else callbacks, directory, experiment)
                 with _stop_on_interrupt() as stop:
                     failures = Sweep(experiment, directory, executor, components).run(callback, stop)
                 executor.broadcast(None)  # the other ranks wait until all files are written
+                if out is not None:
+                    result.directory = directory
+                elif rank:
+                    shutil.copytree(directory, result.directory, dirs_exist_ok=True)
+                if rank is not None:
+                    all_gather([])  # the first rank may remove its directory from here on
         except (ConfigError, RunStoreError) as error:
             text = re.sub(rf"^({'|'.join(_SECTIONS)})\.", "", str(error).replace("--out", "`out`"))
             raise type(error)(re.sub("--(parallel|ray) ", r"\1=", text)) from error
